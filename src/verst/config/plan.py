@@ -1,0 +1,72 @@
+"""The arithmetic of a recipe: how many samples, pairs, tiles and processes it means. No model is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verst.config import sections as s
+from verst.config.recipe import RlRecipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """Counts of one iteration, before any group is filtered out."""
+
+    num_groups: int
+    group_size: int
+    samples: int
+    microgroups: int
+    trained_steps: int
+    """Stochastic steps of one sample."""
+    pairs: int
+    """(sample, step) pairs: what the loss is a mean over."""
+    optimizer_steps: int
+    pairs_per_optimizer_step: int
+    tiles_per_rank: int
+    """Forward-backward passes of one rank in one optimizer step."""
+    exact_ratio: bool
+    """Trainer tiles have the engine's batch geometry, so the ratio before an update is exactly 1."""
+
+
+def batch_plan(recipe: RlRecipe) -> BatchPlan:
+    rollout, trainer = recipe.rollout, recipe.trainer
+    samples = rollout.num_groups * rollout.group_size
+    steps = recipe.sampling.steps
+    trained = steps.size if isinstance(steps, s.WindowSteps | s.RandomSteps) else recipe.sampling.num_steps
+    pairs = samples * trained
+    per_step = pairs // trainer.steps_per_rollout
+    per_rank = per_step // trainer.ranks
+    return BatchPlan(
+        num_groups=rollout.num_groups,
+        group_size=rollout.group_size,
+        samples=samples,
+        microgroups=samples // rollout.microgroup_size,
+        trained_steps=trained,
+        pairs=pairs,
+        optimizer_steps=trainer.steps_per_rollout,
+        pairs_per_optimizer_step=per_step,
+        tiles_per_rank=-(-per_rank // trainer.tile_size),
+        exact_ratio=recipe.run.deterministic and trainer.tile_size == rollout.microgroup_size,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessPlan:
+    role: str
+    count: int
+    cpus: float
+    """Ray CPUs that one of them asks for."""
+    gpus: float
+
+
+def process_plan(recipe: RlRecipe, *, cuda: bool = False) -> list[ProcessPlan]:
+    """The processes of a run. Parsers and rewards ask for no whole CPU: they work while engines compute."""
+    gpu = 1.0 if cuda else 0.0
+    plan = [
+        ProcessPlan(role="engine", count=recipe.engine.num, cpus=0.5, gpus=gpu / 2),
+        ProcessPlan(role="trainer", count=recipe.trainer.ranks, cpus=0.5, gpus=gpu / 2),
+        ProcessPlan(role="parser", count=recipe.rollout.parsers.num, cpus=0.01, gpus=0.0),
+    ]
+    for reward in recipe.rewards:
+        plan.append(ProcessPlan(role=f"reward:{reward.type}", count=reward.workers, cpus=0.01, gpus=0.0))
+    return plan

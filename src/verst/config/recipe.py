@@ -1,0 +1,136 @@
+"""The two recipes: RL (rollouts, rewards, updates) and SFT. Cross-section rules stand here, each with its remedy."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from verst.config import sections as s
+from verst.errors import ConfigError
+
+
+class RlRecipe(s.Section):
+    """A reinforcement-learning run."""
+
+    run: s.RunConfig
+    model: s.ModelConfig
+    sampling: s.SamplingConfig
+    prompts: s.PromptsConfig
+    rollout: s.RolloutConfig
+    rewards: Annotated[tuple[s.RewardConfig, ...], Field(min_length=1)]
+    algorithm: s.FlowGrpoConfig
+    trainer: s.TrainerConfig
+    engine: s.EngineConfig = s.NativeEngine()
+    sync: s.SyncConfig = s.SyncConfig()
+    checkpoint: s.CheckpointConfig = s.CheckpointConfig()
+    eval: s.EvalConfig = s.EvalConfig()
+    cluster: s.ClusterConfig = s.ClusterConfig()
+    trackers: s.TrackerConfig = s.TrackerConfig()
+
+    @model_validator(mode="after")
+    def _rules(self) -> RlRecipe:
+        _divides("rollout.microgroup_size", self.rollout.microgroup_size, "rollout.group_size", self.rollout.group_size)
+        _divides(
+            "trainer.steps_per_rollout", self.trainer.steps_per_rollout, "rollout.num_groups", self.rollout.num_groups
+        )
+        self._check_tiles()
+        self._check_steps()
+        self._check_reference()
+        self._check_rewards()
+        if self.trainer.train_text_encoders:
+            raise ConfigError(
+                "trainer.train_text_encoders = true is for SFT: in RL the engine's text encoders are frozen"
+            )
+        return self
+
+    def _check_tiles(self) -> None:
+        tile, micro, ranks = self.trainer.tile_size, self.rollout.microgroup_size, self.trainer.ranks
+        if tile % micro and micro % tile:
+            raise ConfigError(
+                f"trainer.tile_size = {tile} neither divides rollout.microgroup_size = {micro} nor is a multiple of it; "
+                f"nearest that fits: {_nearest_fit(tile, micro)}"
+            )
+        microgroups = self.rollout.num_groups * self.rollout.group_size // micro // self.trainer.steps_per_rollout
+        if microgroups % ranks:
+            raise ConfigError(
+                f"trainer.ranks = {ranks} does not divide the {microgroups} microgroups of an optimizer step "
+                f"(rollout.num_groups x rollout.group_size / rollout.microgroup_size / trainer.steps_per_rollout)"
+            )
+
+    def _check_steps(self) -> None:
+        steps, num_steps = self.sampling.steps, self.sampling.num_steps
+        if isinstance(steps, s.WindowSteps | s.RandomSteps):
+            if steps.high > num_steps:
+                raise ConfigError(f"sampling.steps.high = {steps.high} is past sampling.num_steps = {num_steps}")
+            if steps.high - steps.low < steps.size:
+                raise ConfigError(
+                    f"sampling.steps.size = {steps.size} does not fit between low = {steps.low} and high = {steps.high}"
+                )
+        if self.sampling.transition.eta == 0:
+            raise ConfigError("sampling.transition.eta = 0 makes no step stochastic, so Flow-GRPO has nothing to train")
+        last = steps.high if isinstance(steps, s.WindowSteps | s.RandomSteps) else num_steps
+        if isinstance(self.sampling.transition, s.CpsTransition) and last == num_steps:
+            raise ConfigError(
+                "sampling.steps may reach the last step, which has no noise under the cps transition and so no log-prob; "
+                f"use steps with high = {num_steps - 1}"
+            )
+
+    def _check_reference(self) -> None:
+        if self.algorithm.kl_beta == 0:
+            return
+        reference = self.algorithm.reference
+        if isinstance(reference, s.AdapterOffReference) and not isinstance(self.model.finetune, s.LoraFinetune):
+            raise ConfigError(
+                "algorithm.reference = adapter_off needs model.finetune.type = lora; with full fine-tuning use type = frozen"
+            )
+        if isinstance(reference, s.EmaReference) and self.trainer.ema_decay is None:
+            raise ConfigError("algorithm.reference = ema needs trainer.ema_decay, e.g. 0.99")
+
+    def _check_rewards(self) -> None:
+        names = [reward_name(reward) for reward in self.rewards]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(f"rewards: {twice} appear twice; give custom rewards a `name` of their own")
+        if self.eval.weights == "ema" and self.trainer.ema_decay is None:
+            raise ConfigError("eval.weights = ema needs trainer.ema_decay, e.g. 0.99")
+
+
+class SftRecipe(s.Section):
+    """A supervised run on pairs of caption and media."""
+
+    run: s.RunConfig
+    model: s.ModelConfig
+    init: Literal["glyphs"] | None = None
+    """Build this small model from nothing at model.path when the folder is missing."""
+    sampling: s.SamplingConfig
+    prompts: s.PromptsConfig
+    data: s.TextLinesData
+    autoencoder: s.AutoencoderConfig = s.AutoencoderConfig()
+    rewards: Annotated[tuple[s.RewardConfig, ...], Field(min_length=1)]
+    algorithm: s.SftConfig
+    trainer: s.TrainerConfig
+    stop: s.SftStopConfig = s.SftStopConfig()
+    checkpoint: s.CheckpointConfig = s.CheckpointConfig()
+    eval: s.EvalConfig = s.EvalConfig()
+    trackers: s.TrackerConfig = s.TrackerConfig()
+
+
+Recipe = RlRecipe | SftRecipe
+
+
+def reward_name(reward: s.RewardConfig) -> str:
+    """The reward's name in metrics."""
+    return reward.name if isinstance(reward, s.CustomReward) else reward.type
+
+
+def _divides(small_key: str, small: int, large_key: str, large: int) -> None:
+    if large % small:
+        fits = [n for n in range(1, large + 1) if large % n == 0]
+        nearest = min(fits, key=lambda n: (abs(n - small), n))
+        raise ConfigError(f"{small_key} = {small} does not divide {large_key} = {large}; nearest that does: {nearest}")
+
+
+def _nearest_fit(tile: int, micro: int) -> int:
+    fits = [n for n in range(1, 2 * max(tile, micro) + 1) if n % micro == 0 or micro % n == 0]
+    return min(fits, key=lambda n: (abs(n - tile), n))

@@ -1,0 +1,372 @@
+"""The tables of a recipe. Frozen, unknown keys refused; the text under a field is its help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+DType = Literal["float32", "bfloat16", "float16"]
+UnitFloat = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run; its folder is `folder/name`."""
+    folder: Path = Path("runs")
+    """Where run folders live."""
+    seed: NonNegativeInt = 0
+    """Everything random in the run follows from this number."""
+    iterations: PositiveInt
+    """RL: rollouts; SFT: optimizer steps."""
+    deterministic: bool = True
+    """One microgroup is one engine batch of fixed shape: the same bits whatever the timing."""
+    threads: NonNegativeInt = 0
+    """CPU threads of torch in engine and trainer alike (equal numerics need equal threads); 0 = all cores."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where engine and trainer compute; auto takes CUDA where there is one."""
+
+
+class FullFinetune(Section):
+    type: Literal["full"] = "full"
+
+
+class LoraFinetune(Section):
+    type: Literal["lora"] = "lora"
+    rank: PositiveInt = 32
+    """Rank r of each A, B pair."""
+    alpha: PositiveFloat = 64.0
+    """The update is (alpha / rank) B A."""
+    targets: tuple[str, ...] | None = None
+    """Module name suffixes to adapt; unset = the family's default."""
+
+
+class ModelConfig(Section):
+    path: Path
+    """A local folder in the diffusers layout (with model_index.json)."""
+    dtype: DType = "float32"
+    """Compute dtype of the transformer, in engine and trainer alike."""
+    max_sequence_length: PositiveInt = 128
+    """Tokens of the long text encoder (T5 in SD3)."""
+    long_prompts: Literal["refuse", "truncate"] = "refuse"
+    """What happens to a prompt longer than its encoder takes; truncation is counted."""
+    finetune: Annotated[FullFinetune | LoraFinetune, Field(discriminator="type")] = FullFinetune()
+    """What is trained: all of the transformer, or LoRA pairs."""
+
+
+class SdeTransition(Section):
+    type: Literal["sde"] = "sde"
+    eta: NonNegativeFloat = 0.7
+    """Noise level of Flow-GRPO's SDE."""
+
+
+class CpsTransition(Section):
+    type: Literal["cps"] = "cps"
+    eta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.8
+    """Noise level of coefficients-preserving sampling: std = next sigma * sin(pi eta / 2)."""
+
+
+class DanceTransition(Section):
+    type: Literal["dance"] = "dance"
+    eta: NonNegativeFloat = 0.3
+    """Constant diffusion coefficient of DanceGRPO's SDE."""
+
+
+class AllSteps(Section):
+    type: Literal["all"] = "all"
+
+
+class WindowSteps(Section):
+    type: Literal["window"] = "window"
+    size: PositiveInt = 2
+    """Consecutive stochastic steps."""
+    low: NonNegativeInt = 0
+    """First step a window may start at."""
+    high: PositiveInt
+    """One past the last step a window may hold."""
+
+
+class RandomSteps(Section):
+    type: Literal["random"] = "random"
+    size: PositiveInt = 2
+    """Stochastic steps of a rollout, the same for all of its groups."""
+    low: NonNegativeInt = 0
+    """First step that may be drawn."""
+    high: PositiveInt
+    """One past the last step that may be drawn."""
+
+
+TransitionConfig = Annotated[SdeTransition | CpsTransition | DanceTransition, Field(discriminator="type")]
+StepsConfig = Annotated[AllSteps | WindowSteps | RandomSteps, Field(discriminator="type")]
+
+
+class SamplingConfig(Section):
+    """Read by engine and trainer alike."""
+
+    height: PositiveInt
+    """Pixels."""
+    width: PositiveInt
+    """Pixels."""
+    num_steps: PositiveInt = 10
+    """Denoising steps T."""
+    guidance_scale: NonNegativeFloat = 1.0
+    """Classifier-free guidance; at most 1 = off, one forward a step."""
+    negative_prompt: str = ""
+    """Only read with guidance."""
+    sigma_shift: PositiveFloat | None = None
+    """Shift of the sigma grid; unset = the checkpoint's own."""
+    storage_dtype: DType = "float32"
+    """A latent is rounded to this, and the rounded value is fed on and scored."""
+    shared_initial_noise: bool = False
+    """All samples of a group start from one initial latent."""
+    transition: TransitionConfig = SdeTransition()
+    """How a stochastic step moves."""
+    steps: StepsConfig = AllSteps()
+    """Which steps are stochastic, and so trained."""
+
+
+class PromptsConfig(Section):
+    train: Path
+    """Prompts to train on: .txt (one a line), .jsonl or .csv (column `prompt`)."""
+    heldout: Path
+    """Prompts that are only evaluated."""
+    shuffle: bool = True
+    """A new order every epoch, from the run's seed."""
+
+
+class ParsersConfig(Section):
+    num: PositiveInt = 1
+    """Processes that decode engine responses off the event loop."""
+
+
+class NoFilter(Section):
+    type: Literal["none"] = "none"
+
+
+class ZeroVarianceFilter(Section):
+    type: Literal["zero_variance"] = "zero_variance"
+    """Drop groups whose samples all got the same reward: they carry no signal."""
+
+
+class RolloutConfig(Section):
+    num_groups: PositiveInt
+    """Prompts of one rollout."""
+    group_size: PositiveInt
+    """Samples of one prompt; the advantage is relative to them."""
+    microgroup_size: PositiveInt
+    """Samples of one engine request; divides group_size."""
+    parsers: ParsersConfig = ParsersConfig()
+    filter: Annotated[NoFilter | ZeroVarianceFilter, Field(discriminator="type")] = ZeroVarianceFilter()
+    """Which groups are not trained on."""
+
+
+class RewardBase(Section):
+    weight: float = 1.0
+    """Weight in the mixture."""
+    workers: PositiveInt = 1
+    """Processes that score microgroups."""
+    attempts: PositiveInt = 3
+    """Calls before a failure is final."""
+    timeout_s: PositiveFloat = 120.0
+    """Seconds one call may take."""
+    on_failure: Literal["stop", "mask"] = "stop"
+    """A final failure stops the run, or leaves the sample out and counts it; it is never a score."""
+
+
+class OcrReward(RewardBase):
+    type: Literal["ocr"] = "ocr"
+    mode: Literal["line", "scene"] = "line"
+    """line: the image is one line of text, recogniser only; scene: find text first."""
+    target: Literal["prompt", "quoted"] = "prompt"
+    """Compare with the whole prompt, or with the text between its double quotes."""
+    threads: NonNegativeInt = 0
+    """CPU threads of the recogniser; 0 = all cores."""
+
+
+class JpegSizeReward(RewardBase):
+    type: Literal["jpeg_size"] = "jpeg_size"
+    quality: Annotated[int, Field(ge=1, le=95)] = 95
+    direction: Literal["smaller", "larger"] = "smaller"
+    """Which file size is better."""
+
+
+class BrightnessReward(RewardBase):
+    type: Literal["brightness"] = "brightness"
+    """Mean luma in [0, 1]."""
+
+
+class CustomReward(RewardBase):
+    type: Literal["custom"] = "custom"
+    path: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+    """`module:object`: called with the samples' media and prompts, returns one number a sample."""
+    name: str = "custom"
+    """Name in metrics."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the object when it is a class."""
+
+
+RewardConfig = Annotated[OcrReward | JpegSizeReward | BrightnessReward | CustomReward, Field(discriminator="type")]
+
+
+class AdvantageConfig(Section):
+    mixture: Literal["normalize_each", "weighted_sum"] = "normalize_each"
+    """Several rewards: normalise each in its group and then weight (GDPO), or add the raw ones first."""
+    std: Literal["group", "batch", "none"] = "group"
+    """Divide by the standard deviation of the group, of the whole rollout, or not at all."""
+    epsilon: PositiveFloat = 1e-4
+    """Added to the standard deviation."""
+    clamp: PositiveFloat = 5.0
+    """Advantages are clamped to +-clamp."""
+
+
+class AdapterOffReference(Section):
+    type: Literal["adapter_off"] = "adapter_off"
+    """The reference is the base model: LoRA switched off. No memory of its own."""
+
+
+class FrozenReference(Section):
+    type: Literal["frozen"] = "frozen"
+    """The reference is a copy of the weights at the start."""
+
+
+class EmaReference(Section):
+    type: Literal["ema"] = "ema"
+    """The reference is the moving average of the policy; needs trainer.ema_decay."""
+
+
+class FlowGrpoConfig(Section):
+    type: Literal["flow_grpo"] = "flow_grpo"
+    clip_low: PositiveFloat = 1e-4
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    clip_high: PositiveFloat = 1e-4
+    kl_beta: NonNegativeFloat = 0.0
+    """Weight of the KL to the reference; 0 = no reference is held."""
+    kl_form: Literal["transition", "no_dt"] = "transition"
+    """transition: (mu - mu_ref)^2 / (2 std^2); no_dt divides by 2 g^2 as the published code does."""
+    reference: Annotated[AdapterOffReference | FrozenReference | EmaReference, Field(discriminator="type")] = (
+        AdapterOffReference()
+    )
+    advantage: AdvantageConfig = AdvantageConfig()
+
+
+class SftConfig(Section):
+    type: Literal["sft"] = "sft"
+    sigma: Literal["uniform", "logit_normal", "mixed"] = "mixed"
+    """How noise levels are drawn; mixed = half of a batch each."""
+    caption_dropout: UnitFloat = 0.1
+    """Share of captions replaced by the empty prompt, for guidance later."""
+
+
+class TrainerConfig(Section):
+    ranks: PositiveInt = 1
+    """Trainer processes; the model is sharded over them with FSDP2."""
+    tile_size: PositiveInt
+    """(sample, step) pairs of one forward and backward; equal to rollout.microgroup_size for a ratio of exactly 1."""
+    steps_per_rollout: PositiveInt = 1
+    """Optimizer steps taken on one rollout; divides rollout.num_groups."""
+    lr: NonNegativeFloat = 1e-4
+    """Peak learning rate."""
+    betas: tuple[UnitFloat, UnitFloat] = (0.9, 0.999)
+    """AdamW's moment decays."""
+    adam_epsilon: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    grad_clip: PositiveFloat | None = 1.0
+    """Largest global gradient norm; unset keeps the key's default, use a large number to switch it off."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up; linear and cosine end at 0."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps from 0 to lr."""
+    ema_decay: UnitFloat | None = None
+    """Moving average of the trained weights, once an optimizer step; unset = none is kept."""
+    train_text_encoders: bool = False
+    """SFT only: train the text encoders too."""
+
+
+class NativeEngine(Section):
+    type: Literal["native"] = "native"
+    num: PositiveInt = 1
+    """Engine processes."""
+    max_batch: PositiveInt = 64
+    """Samples of one transformer batch when requests of equal geometry are joined (never when deterministic)."""
+    queue_size: PositiveInt = 64
+    """Requests that may wait; one more is answered 503."""
+    request_timeout_s: PositiveFloat = 600.0
+    """Seconds one request may take, waiting included."""
+    host: str = "127.0.0.1"
+    """Address that the server listens on."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """First engine's port, the next engines take the following ones; 0 = any free port."""
+
+
+EngineConfig = NativeEngine
+
+
+class SyncConfig(Section):
+    type: Literal["shm"] = "shm"
+    """Shared memory on one host."""
+    bucket_bytes: PositiveInt = 256 * 2**20
+    """Largest flat bucket."""
+
+
+class CheckpointConfig(Section):
+    every: PositiveInt = 10
+    """Iterations between checkpoints; the last iteration is always saved."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept."""
+
+
+class EvalConfig(Section):
+    every: PositiveInt = 10
+    """Iterations between evaluations; start and end are always evaluated."""
+    num_prompts: PositiveInt = 64
+    """Held-out prompts, the first of the file."""
+    batch_size: PositiveInt = 16
+    """Prompts of one engine request."""
+    seed: NonNegativeInt = 0
+    """Fixed noise: the same pictures every time."""
+    grid: PositiveInt = 16
+    """Pictures in the PNG grid."""
+    weights: Literal["live", "ema"] = "live"
+    """Which weights are evaluated; ema needs trainer.ema_decay."""
+
+
+class ClusterConfig(Section):
+    address: str | None = None
+    """Address of a running Ray cluster; unset = a local one is started and stopped with the run."""
+    num_cpus: PositiveInt | None = None
+    """CPUs of the local Ray; unset = the machine's cores."""
+    object_store_bytes: PositiveInt = 256 * 2**20
+    """Size of the local Ray's object store."""
+
+
+class TrackerConfig(Section):
+    tensorboard: bool = True
+    """Write TensorBoard event files into the run folder."""
+
+
+class TextLinesData(Section):
+    type: Literal["text_lines"] = "text_lines"
+    """Short strings rendered as images, made on the fly: digits of a fixed length, or words."""
+    prompts: Path
+    """Captions to draw, one a line; the held-out ones of [prompts] must not be among them."""
+    fonts: tuple[str, ...] = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSerif.ttf", "DejaVuSansMono.ttf")
+    """TrueType files, by path or by a name that the system finds."""
+
+
+class AutoencoderConfig(Section):
+    steps: NonNegativeInt = 0
+    """SFT of a model built from nothing: optimizer steps for the autoencoder first; 0 = leave it as it is."""
+    batch_size: PositiveInt = 128
+    lr: PositiveFloat = 2e-3
+
+
+class SftStopConfig(Section):
+    reward_at_least: float | None = None
+    """Save and stop when the held-out reward first reaches this; unset = run all iterations."""
+    reward_at_most: float | None = None
+    """Fail when that first reading is above this: evaluate more often."""

@@ -1,0 +1,53 @@
+"""Every exception that verst raises on purpose, in one tree.
+
+Each takes one message and nothing else, so that it survives pickling between Ray actors.
+What is not in this tree is a bug and crashes with its own traceback.
+"""
+
+
+class VerstError(Exception):
+    """Base of all errors that a person or an operator can act on."""
+
+
+class ConfigError(VerstError, ValueError):
+    """A recipe is wrong. The message names the key, the value and what would be right."""
+
+
+class ModelError(VerstError):
+    """A model folder is missing, incomplete, of an unknown family, or does not fit the recipe."""
+
+
+class PromptError(VerstError):
+    """A prompt file or a prompt cannot be used as it is (empty, unreadable, longer than the encoder takes)."""
+
+
+class RequestError(VerstError):
+    """An engine refused a request (HTTP 4xx). The message is the engine's own."""
+
+
+class EngineError(VerstError):
+    """An engine failed or died while it worked on a request."""
+
+
+class EchoError(VerstError):
+    """An engine answered with other sampling parameters, sigmas or weights than were asked for."""
+
+
+class SyncError(VerstError):
+    """A weight hand-off was not applied exactly: missing, unmatched or different tensors."""
+
+
+class RewardError(VerstError):
+    """A reward model failed for good, or answered with the wrong number of scores."""
+
+
+class InvariantError(VerstError):
+    """Something that must hold in every run does not: the run stops and says which."""
+
+
+class CheckpointError(VerstError):
+    """A checkpoint cannot be written, is incomplete or damaged, or does not fit the recipe."""
+
+
+class ProcessDied(VerstError):
+    """A process of the run ended by itself or was killed. The message says which."""

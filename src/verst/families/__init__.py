@@ -1,0 +1,29 @@
+"""Model families: one adapter each. A folder is recognised by its model_index.json, never by its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from verst.errors import ModelError
+from verst.families.base import ALL_PARTS, Components, Family, Geometry, Part
+from verst.families.sd3 import Sd3
+
+FAMILIES: dict[str, Family] = {"StableDiffusion3Pipeline": Sd3()}
+"""Pipeline class in model_index.json -> family."""
+
+__all__ = ["ALL_PARTS", "FAMILIES", "Components", "Family", "Geometry", "Part", "recognise"]
+
+
+def recognise(folder: Path) -> Family:
+    """The family of a diffusers folder. Raises ModelError, naming the file and what is known."""
+    index = folder / "model_index.json"
+    try:
+        name = json.loads(index.read_text())["_class_name"]
+    except FileNotFoundError:
+        raise ModelError(f"{index} does not exist: {folder} is no model folder in the diffusers layout") from None
+    except (ValueError, KeyError) as error:
+        raise ModelError(f"{index} is not a diffusers model index: {error!r}") from None
+    if name not in FAMILIES:
+        raise ModelError(f"{index} is a {name}; known pipelines: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[name]

@@ -1,0 +1,98 @@
+"""What a model family is to verst: one small protocol that engine and trainer both call.
+
+`velocity` is the only caller of a transformer. Sigma in [0, 1] is the unit of noise; a family alone turns it into
+its model's timestep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
+from verst.types import Conditioning, Latents
+
+Part = Literal["transformer", "text", "autoencoder", "scheduler"]
+ALL_PARTS: tuple[Part, ...] = ("transformer", "text", "autoencoder", "scheduler")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """Size of what is made; requests of equal geometry may share a batch."""
+
+    height: int
+    width: int
+    num_frames: int = 1
+
+
+@dataclass(kw_only=True)
+class Components:
+    """The loaded parts of a checkpoint; only those that were asked for."""
+
+    folder: Path
+    family: Family
+    modules: dict[str, Any]
+    """diffusers' component name -> module, tokenizer or scheduler."""
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def transformer(self) -> nn.Module:
+        module: nn.Module = self.modules["transformer"]
+        return module
+
+
+class Family(Protocol):
+    """One adapter per model family."""
+
+    name: str
+    streams: tuple[str, ...]
+    """Latent streams that are denoised together."""
+    lora_targets: tuple[str, ...]
+    """Default module name suffixes of a LoRA."""
+    fsdp_blocks: tuple[str, ...]
+    """Class names of the repeated blocks that FSDP2 shards one by one."""
+
+    def load(self, folder: Path, *, parts: Iterable[Part], dtype: torch.dtype, device: torch.device) -> Components:
+        """The named parts of a diffusers folder. Raises ModelError."""
+
+    def check_prompts(self, components: Components, prompts: Sequence[str], *, max_sequence_length: int) -> list[str]:
+        """One line for each prompt that is longer than an encoder takes; needs the part "text"."""
+
+    def encode_prompts(
+        self, components: Components, prompts: Sequence[str], *, max_sequence_length: int
+    ) -> dict[str, Tensor]:
+        """Conditioning rows [B, ...] by name, on the components' device; row i is prompt i alone."""
+
+    def check_geometry(self, components: Components, geometry: Geometry) -> None:
+        """Raises RequestError, naming the size and the nearest that fits, for one the model cannot make."""
+
+    def latent_shapes(self, components: Components, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        """stream -> one sample's latent shape."""
+
+    def schedule(
+        self, components: Components, geometry: Geometry, *, num_steps: int, shift: float | None
+    ) -> dict[str, FlowMatchEulerDiscreteScheduler]:
+        """stream -> a scheduler of its own with its grid set."""
+
+    def velocity(
+        self,
+        transformer: nn.Module,
+        latents: Latents,
+        sigmas: dict[str, Tensor],
+        conditioning: Conditioning,
+        *,
+        guidance_scale: float,
+    ) -> Latents:
+        """The guided velocity eps - x0 of each stream: [B, ...] fp32. sigmas: stream -> [B] fp32."""
+
+    def encode_media(self, components: Components, media: Tensor) -> Latents:
+        """uint8 [B, F, H, W, 3] -> normalised clean latents x0, fp32 (the mode of the autoencoder's posterior)."""
+
+    def decode(self, components: Components, latents: Latents) -> Tensor:
+        """Clean latents -> uint8 [B, F, H, W, 3] RGB."""

@@ -1,0 +1,183 @@
+"""Stable Diffusion 3 and 3.5: diffusers' StableDiffusion3Pipeline layout."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from torch import Tensor, nn
+
+from verst.errors import ModelError, RequestError
+from verst.families.base import ALL_PARTS, Components, Geometry, Part
+from verst.flow.guidance import classifier_free
+from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
+from verst.types import Conditioning, Latents
+
+_PARTS: dict[Part, tuple[str, ...]] = {
+    "transformer": ("transformer",),
+    "text": ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3"),
+    "autoencoder": ("vae",),
+    "scheduler": ("scheduler",),
+}
+
+
+class Sd3:
+    name: str = "sd3"
+    streams: tuple[str, ...] = ("visual",)
+    lora_targets: tuple[str, ...] = (
+        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+    )  # fmt: skip
+    fsdp_blocks: tuple[str, ...] = ("JointTransformerBlock",)
+
+    def load(
+        self, folder: Path, *, parts: Iterable[Part] = ALL_PARTS, dtype: torch.dtype, device: torch.device
+    ) -> Components:
+        index = json.loads((folder / "model_index.json").read_text())
+        wanted = [name for part in parts for name in _PARTS[part]]
+        modules: dict[str, Any] = {name: _load_part(folder, name, index, dtype, device) for name in wanted}
+        return Components(folder=folder, family=self, modules=modules, device=device, dtype=dtype)
+
+    def check_prompts(self, components: Components, prompts: Sequence[str], *, max_sequence_length: int) -> list[str]:
+        problems = []
+        for name in ("tokenizer", "tokenizer_2", "tokenizer_3"):
+            tokenizer = components.modules[name]
+            if tokenizer is None:
+                continue
+            limit = max_sequence_length if name == "tokenizer_3" else tokenizer.model_max_length
+            for prompt, ids in zip(prompts, tokenizer(list(prompts), truncation=False)["input_ids"], strict=True):
+                if len(ids) > limit:
+                    problems.append(f"prompt {prompt!r} has {len(ids)} tokens for {name}, which takes {limit}")
+        return problems
+
+    @torch.no_grad()
+    def encode_prompts(
+        self, components: Components, prompts: Sequence[str], *, max_sequence_length: int
+    ) -> dict[str, Tensor]:
+        pipeline = _pipeline(components)
+        embeds, _, pooled, _ = pipeline.encode_prompt(
+            prompt=list(prompts),
+            prompt_2=None,
+            prompt_3=None,
+            device=components.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=max_sequence_length,
+        )
+        return {"encoder_hidden_states": embeds, "pooled_projections": pooled}
+
+    def check_geometry(self, components: Components, geometry: Geometry) -> None:
+        config = components.modules["transformer"].config
+        multiple = _vae_factor(components) * config.patch_size
+        largest = multiple * config.pos_embed_max_size
+        for side, pixels in (("height", geometry.height), ("width", geometry.width)):
+            if pixels % multiple or not 0 < pixels <= largest:
+                nearest = min(max(multiple, round(pixels / multiple) * multiple), largest)
+                raise RequestError(
+                    f"{side} = {pixels} is not a multiple of {multiple} up to {largest} pixels; nearest that is: {nearest}"
+                )
+        if geometry.num_frames != 1:
+            raise RequestError(f"num_frames = {geometry.num_frames}: SD3 makes images, so it must be 1")
+
+    def latent_shapes(self, components: Components, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        factor = _vae_factor(components)
+        channels = components.modules["transformer"].config.in_channels
+        return {"visual": (channels, geometry.height // factor, geometry.width // factor)}
+
+    def schedule(
+        self, components: Components, geometry: Geometry, *, num_steps: int, shift: float | None
+    ) -> dict[str, FlowMatchEulerDiscreteScheduler]:
+        del geometry  # SD3's shift is static
+        config = dict(components.modules["scheduler"].config)
+        if shift is not None:
+            config["shift"] = shift
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
+        scheduler.set_timesteps(num_steps)
+        return {"visual": scheduler}
+
+    def velocity(
+        self,
+        transformer: nn.Module,
+        latents: Latents,
+        sigmas: dict[str, Tensor],
+        conditioning: Conditioning,
+        *,
+        guidance_scale: float,
+    ) -> Latents:
+        x, timestep = latents["visual"], sigmas["visual"].float() * 1000
+        if guidance_scale <= 1 or conditioning.negative is None:
+            return {"visual": _forward(transformer, x, timestep, conditioning.positive)}
+        # One doubled batch, negative rows first, as diffusers' pipeline does it.
+        both = {k: torch.cat([conditioning.negative[k], v]) for k, v in conditioning.positive.items()}
+        v = _forward(transformer, torch.cat([x, x]), torch.cat([timestep, timestep]), both)
+        negative, positive = v.chunk(2)
+        return {"visual": classifier_free(positive, negative, guidance_scale)}
+
+    @torch.no_grad()
+    def encode_media(self, components: Components, media: Tensor) -> Latents:
+        vae = components.modules["vae"]
+        pixels = media[:, 0].permute(0, 3, 1, 2).to(components.device, vae.dtype) / 127.5 - 1
+        x0 = vae.encode(pixels).latent_dist.mode()
+        return {"visual": ((x0 - vae.config.shift_factor) * vae.config.scaling_factor).float()}
+
+    @torch.no_grad()
+    def decode(self, components: Components, latents: Latents) -> Tensor:
+        vae = components.modules["vae"]
+        x0 = latents["visual"].to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
+        pixels = (vae.decode(x0, return_dict=False)[0] / 2 + 0.5).clamp(0, 1)
+        # The rounding of diffusers' own numpy_to_pil.
+        return (pixels.float() * 255).round().to(torch.uint8).permute(0, 2, 3, 1).unsqueeze(1).contiguous()
+
+
+def _forward(transformer: nn.Module, x: Tensor, timestep: Tensor, conditioning: dict[str, Tensor]) -> Tensor:
+    dtype = next(transformer.parameters()).dtype
+    output: Tensor = transformer(
+        hidden_states=x.to(dtype),
+        timestep=timestep,
+        encoder_hidden_states=conditioning["encoder_hidden_states"].to(dtype),
+        pooled_projections=conditioning["pooled_projections"].to(dtype),
+        return_dict=False,
+    )[0]
+    return output.float()
+
+
+def _vae_factor(components: Components) -> int:
+    vae = components.modules.get("vae")
+    if vae is not None:
+        return int(2 ** (len(vae.config.block_out_channels) - 1))
+    config = json.loads((components.folder / "vae" / "config.json").read_text())
+    return int(2 ** (len(config["block_out_channels"]) - 1))
+
+
+def _pipeline(components: Components) -> Any:
+    """diffusers' own pipeline around the text encoders, for its exact prompt encoding."""
+    names = [*_PARTS["text"], "transformer", "vae", "scheduler"]
+    parts = {name: components.modules.get(name) for name in names}
+    # encode_prompt asks the pipeline for a dtype and a device only through these modules.
+    parts["vae"] = parts["scheduler"] = None
+    return diffusers.StableDiffusion3Pipeline(**parts)
+
+
+def _load_part(folder: Path, name: str, index: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
+    library, class_name = index.get(name, (None, None))
+    if class_name is None:
+        if name.endswith("_3"):
+            return None
+        raise ModelError(f"{folder / 'model_index.json'} names no {name}, which SD3 needs")
+    cls = getattr(transformers if library == "transformers" else diffusers, class_name, None)
+    if cls is None:
+        raise ModelError(f"{folder / 'model_index.json'}: {library} has no class {class_name} (for {name})")
+    options: dict[str, Any] = {}
+    if isinstance(cls, type) and issubclass(cls, nn.Module):
+        # The autoencoder stays fp32: decoding in half precision changes what the reward sees.
+        options["torch_dtype" if library == "diffusers" else "dtype"] = torch.float32 if name == "vae" else dtype
+    try:
+        part = cls.from_pretrained(folder, subfolder=name, local_files_only=True, **options)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(f"{folder / name} cannot be loaded as {class_name}: {error}") from error
+    return part.to(device).eval().requires_grad_(False) if isinstance(part, nn.Module) else copy.copy(part)

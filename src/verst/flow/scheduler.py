@@ -1,0 +1,62 @@
+"""diffusers' flow-matching Euler scheduler with one more argument: the transition of a rollout.
+
+The scheduler knows nothing of rollouts: it hands whatever `transition` it was given the model output and its two
+noise levels, and is plain diffusers without one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+from diffusers.schedulers import scheduling_flow_match_euler_discrete as upstream
+from torch import Tensor
+
+
+class StepTransition(Protocol):
+    """What a caller passes to `step`: replaces the Euler update of that step."""
+
+    def __call__(
+        self, *, model_output: Tensor, sample: Tensor, sigma: Tensor, next_sigma: Tensor, step_index: int
+    ) -> Tensor: ...
+
+
+class FlowMatchEulerDiscreteScheduler(upstream.FlowMatchEulerDiscreteScheduler):
+    """One object for each request: its grid and step index are that request's own."""
+
+    sigmas: Tensor
+    """[T+1] fp32, terminal 0; set by `set_timesteps`."""
+    timesteps: Tensor
+    """[T] fp32."""
+
+    def step(  # type: ignore[override]
+        self,
+        model_output: Tensor,
+        timestep: Tensor,
+        sample: Tensor,
+        *args: Any,
+        transition: StepTransition | None = None,
+        return_dict: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """As in diffusers; with `transition` the update is the transition's, in fp32.
+
+        The result has the model output's dtype, as in diffusers.
+        """
+        if transition is None:
+            return super().step(model_output, timestep, sample, *args, return_dict=return_dict, **kwargs)
+        if self.step_index is None:
+            self._init_step_index(timestep)
+        index = self.step_index
+        assert index is not None
+        next_sample = transition(
+            model_output=model_output,
+            sample=sample.to(torch.float32),
+            sigma=self.sigmas[index],
+            next_sigma=self.sigmas[index + 1],
+            step_index=index,
+        ).to(model_output.dtype)
+        self._step_index = index + 1
+        if not return_dict:
+            return (next_sample,)
+        return upstream.FlowMatchEulerDiscreteSchedulerOutput(prev_sample=cast(torch.FloatTensor, next_sample))

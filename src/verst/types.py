@@ -1,0 +1,119 @@
+"""Frozen records that cross borders between packages.
+
+Streams are the latents of one modality (`"visual"`, `"audio"`): a record keyed by stream has one entry for each.
+K counts kept latents, T the denoising steps, B the samples of a batch, `...` one sample's latent shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+Latents = dict[str, Tensor]
+"""stream -> [B, ...]; fp32 between steps."""
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class SampleKey:
+    """Where a sample stands in a run; its noise depends on this and the run's seed alone."""
+
+    rollout: int
+    group: int
+    index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamTrajectory:
+    """What one sample's denoising left behind in one stream."""
+
+    latents: Tensor
+    """[K, ...] in the storage dtype: the latent ENTERING step i for each kept i; index T is the final latent."""
+    latent_step_indices: Tensor
+    """[K] int64, ascending, each in 0..T."""
+    sigmas: Tensor
+    """[T+1] fp32, the whole grid, 1 first and 0 last."""
+    timesteps: Tensor
+    """[T+1] fp32, what the model was fed; last entry 0."""
+    log_probs: Tensor
+    """[T] fp32, mean over elements of log p(x_{i+1} | x_i); 0 on deterministic steps."""
+    sde_step_indices: tuple[int, ...]
+    """Steps that were stochastic, ascending."""
+
+    def latent_at(self, step: int) -> Tensor:
+        """The latent entering `step` (T: the final one). KeyError where it was not kept."""
+        hits = (self.latent_step_indices == step).nonzero()
+        if len(hits) != 1:
+            raise KeyError(f"latent of step {step} was not kept (kept: {self.latent_step_indices.tolist()})")
+        return self.latents[int(hits[0])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One generated sample, as the engine made it."""
+
+    key: SampleKey
+    prompt: str
+    seed: int
+    initial_seed: int
+    weight_version: int
+    """The weights that made it: -1 before the first sync."""
+    media: Tensor
+    """uint8 [F, H, W, 3], RGB; F = 1 for an image."""
+    fps: float | None
+    streams: dict[str, StreamTrajectory]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditioning:
+    """What the transformer was told besides latents and noise level; rows follow the samples of a microgroup."""
+
+    positive: dict[str, Tensor]
+    negative: dict[str, Tensor] | None
+
+    def rows(self, index: Tensor | slice) -> Conditioning:
+        negative = None if self.negative is None else {k: v[index] for k, v in self.negative.items()}
+        return Conditioning(positive={k: v[index] for k, v in self.positive.items()}, negative=negative)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microgroup:
+    """m samples that one engine request made together, in one batch of the transformer."""
+
+    samples: tuple[Sample, ...]
+    conditioning: Conditioning
+    echo: dict[str, Any]
+    """Sampling parameters that the engine says it used."""
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds by stage (`queue`, `encode`, `denoise`, `decode`), measured by the engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Rewards of the samples of one microgroup, in their order."""
+
+    by_reward: dict[str, tuple[float, ...]]
+    """reward name -> one value a sample; NaN where the reward failed or was not finite (masked, never 0)."""
+    num_failures: int = 0
+    """Calls that failed for good and were masked by policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """All samples of one prompt in one rollout, complete, in index order."""
+
+    rollout: int
+    index: int
+    prompt: str
+    microgroups: tuple[Microgroup, ...]
+    scores: tuple[Scores, ...]
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        return tuple(sample for microgroup in self.microgroups for sample in microgroup.samples)
+
+    def rewards(self) -> dict[str, tuple[float, ...]]:
+        """reward name -> one value a sample, in the order of `samples`."""
+        names = self.scores[0].by_reward
+        return {name: tuple(v for s in self.scores for v in s.by_reward[name]) for name in names}
