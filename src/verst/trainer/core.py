@@ -1,0 +1,207 @@
+"""The optimizer side of training, whatever the loss: tiles in, one optimizer step out.
+
+A tile is a closure that runs one forward; the trainer runs its backward at once, so only one tile's activations live.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from verst.config.sections import TrainerConfig
+from verst.errors import InvariantError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileLoss:
+    loss: Tensor
+    """Scalar: this tile's share of the mean over the WHOLE optimizer step (all tiles, all ranks)."""
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """Scalars that are added up over tiles and ranks."""
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)
+    """Scalars of which the largest over tiles and ranks is reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    loss: float
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    """Used for this step."""
+    sums: dict[str, float]
+    maxima: dict[str, float]
+
+
+class Trainer:
+    """Owns the trained parameters of `modules`, their AdamW, learning-rate schedule and moving average.
+
+    With a mesh the modules are already sharded by FSDP2 over it and every rank makes the same calls.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        config: TrainerConfig,
+        *,
+        total_steps: int,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        self.modules = dict(modules)
+        self.mesh = mesh
+        self._config = config
+        self._total_steps = total_steps
+        self.named = {
+            f"{module}.{name}": p
+            for module, net in self.modules.items()
+            for name, p in net.named_parameters()
+            if p.requires_grad
+        }
+        if not self.named:
+            raise InvariantError("nothing to train: no parameter of the trained modules requires a gradient")
+        self.optimizer = torch.optim.AdamW(
+            list(self.named.values()),
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+        )
+        self._fill_optimizer_state()
+        self.num_steps = 0
+        """Optimizer steps taken."""
+        self.ema = None if config.ema_decay is None else Ema(self.named, config.ema_decay)
+
+    def step(self, tiles: Sequence[Callable[[], TileLoss]]) -> StepMetrics:
+        """One optimizer step on the mean that the tiles' losses add up to.
+
+        Every rank brings the same number of tiles. Raises InvariantError, before anything is updated, when loss or
+        gradient is not finite.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        loss, sums, maxima = self._backward(tiles)
+        grads = [p for p in self.named.values() if p.grad is not None]
+        limit = math.inf if self._config.grad_clip is None else self._config.grad_clip
+        norm = torch.nn.utils.clip_grad_norm_(grads, limit, foreach=False)
+        grad_norm = float(_full(norm))
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            raise InvariantError(self._describe_non_finite(loss, grad_norm))
+        lr = self.lr_at(self.num_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.num_steps += 1
+        if self.ema is not None:
+            self.ema.update(self.named)
+        return StepMetrics(loss=loss, grad_norm=grad_norm, lr=lr, sums=sums, maxima=maxima)
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of optimizer step `step` (0-based): linear warm-up, then the schedule down to 0."""
+        config = self._config
+        if step < config.warmup_steps:
+            return config.lr * (step + 1) / config.warmup_steps
+        if config.schedule == "constant":
+            return config.lr
+        progress = min(1.0, (step - config.warmup_steps) / max(1, self._total_steps - config.warmup_steps))
+        if config.schedule == "linear":
+            return config.lr * (1 - progress)
+        return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything tensor-valued that a resumed run needs, by name; loading writes into these in place."""
+        state = {f"model.{name}": p.detach() for name, p in self.named.items()}
+        for name, p in self.named.items():
+            for key in ("exp_avg", "exp_avg_sq", "step"):
+                state[f"optimizer.{name}.{key}"] = self.optimizer.state[p][key]
+        if self.ema is not None:
+            state |= {f"ema.{name}": value for name, value in self.ema.shadow.items()}
+        return state
+
+    def _fill_optimizer_state(self) -> None:
+        # AdamW would fill this at its first step; doing it now gives save and load the same tensors at any time.
+        for p in self.named.values():
+            self.optimizer.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
+            }
+
+    def _backward(self, tiles: Sequence[Callable[[], TileLoss]]) -> tuple[float, dict[str, float], dict[str, float]]:
+        sharded = [net for net in self.modules.values() if isinstance(net, FSDPModule)]
+        world = 1 if self.mesh is None else self.mesh.size()
+        losses: list[Tensor] = []
+        sums: dict[str, list[Tensor]] = {}
+        maxima: dict[str, list[Tensor]] = {}
+        for index, tile in enumerate(tiles):
+            for net in sharded:
+                net.set_requires_gradient_sync(index == len(tiles) - 1)
+            out = tile()
+            # FSDP2 averages gradients over ranks, while the tiles' losses add up to the mean: undo its division.
+            (out.loss * world).backward()
+            losses.append(out.loss.detach())
+            for key, value in out.sums.items():
+                sums.setdefault(key, []).append(value.detach())
+            for key, value in out.maxima.items():
+                maxima.setdefault(key, []).append(value.detach())
+        total = self._reduce(torch.stack(losses).sum(), dist.ReduceOp.SUM)
+        return (
+            total,
+            {key: self._reduce(torch.stack(values).sum(), dist.ReduceOp.SUM) for key, values in sums.items()},
+            {key: self._reduce(torch.stack(values).max(), dist.ReduceOp.MAX) for key, values in maxima.items()},
+        )
+
+    def _reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> float:
+        if self.mesh is not None and self.mesh.size() > 1:
+            value = value.clone()
+            dist.all_reduce(value, op=op, group=self.mesh.get_group())
+        return float(value)
+
+    def _describe_non_finite(self, loss: float, grad_norm: float) -> str:
+        names = [name for name, p in self.named.items() if p.grad is not None and not _full(p.grad).isfinite().all()]
+        where = f"; non-finite gradients in {', '.join(names[:5])}" if names else ""
+        return (
+            f"optimizer step {self.num_steps}: loss = {loss}, gradient norm = {grad_norm}{where}. "
+            "Nothing was updated; lower trainer.lr or look at the rewards and the dtype."
+        )
+
+
+class Ema:
+    """Exponential moving average of the trained parameters, updated once an OPTIMIZER step."""
+
+    def __init__(self, named: Mapping[str, nn.Parameter], decay: float) -> None:
+        self.decay = decay
+        self.shadow = {name: p.detach().clone() for name, p in named.items()}
+
+    @torch.no_grad()
+    def update(self, named: Mapping[str, nn.Parameter]) -> None:
+        for name, p in named.items():
+            self.shadow[name].mul_(self.decay).add_(p.detach(), alpha=1 - self.decay)
+
+    @contextmanager
+    def applied(self, named: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """The averaged weights stand in the module inside this block, the live ones after it."""
+        live = {name: p.detach().clone() for name, p in named.items()}
+        _assign(named, self.shadow)
+        try:
+            yield
+        finally:
+            _assign(named, live)
+
+
+@torch.no_grad()
+def _assign(named: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    for name, p in named.items():
+        p.copy_(values[name])
+
+
+def _full(value: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return value.full_tensor() if isinstance(value, DTensor) else value
