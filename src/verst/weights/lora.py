@@ -1,0 +1,53 @@
+"""LoRA in the one form that engine and trainer share: unmerged, by PEFT, on a diffusers model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from verst.errors import ConfigError
+
+ADAPTER = "default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSpec:
+    rank: int
+    alpha: float
+    """The update is (alpha / rank) B A."""
+    targets: tuple[str, ...]
+    """Module name suffixes."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "targets": list(self.targets)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> LoraSpec:
+        return cls(rank=data["rank"], alpha=data["alpha"], targets=tuple(data["targets"]))
+
+
+def attach_lora(module: nn.Module, spec: LoraSpec) -> int:
+    """Wrap the target layers; returns how many. A starts random from torch's generator, B at 0.
+
+    Raises ConfigError when a target matches no layer: an adapter that binds to nothing would train in silence.
+    """
+    names = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    idle = [target for target in spec.targets if not any(n == target or n.endswith("." + target) for n in names)]
+    if idle:
+        raise ConfigError(
+            f"LoRA targets {', '.join(idle)} match no linear layer of {type(module).__name__}; "
+            f"layers there are called like {', '.join(sorted({n.split('.', 2)[-1] for n in names})[:8])}"
+        )
+    config = LoraConfig(
+        r=spec.rank, lora_alpha=spec.alpha, target_modules=list(spec.targets), lora_dropout=0.0, bias="none"
+    )
+    module.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
+    return sum(isinstance(layer, LoraLayer) for layer in module.modules())
+
+
+def is_lora_parameter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
