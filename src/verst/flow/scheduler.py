@@ -6,13 +6,14 @@ noise levels, and is plain diffusers without one.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from diffusers.schedulers import scheduling_flow_match_euler_discrete as upstream
 from torch import Tensor
 
 
+@runtime_checkable
 class StepTransition(Protocol):
     """What a caller passes to `step`: replaces the Euler update of that step."""
 

@@ -7,7 +7,7 @@ Pure functions in fp32 of the tensors' own shapes. `sigma` and `next_sigma` broa
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -25,6 +25,7 @@ class StepDistribution(NamedTuple):
     """Broadcasts against mean, fp32; 0 for a deterministic step."""
 
 
+@runtime_checkable
 class Transition(Protocol):
     """A rule that turns (x, v, sigma, next sigma) into the distribution of the next latent."""
 

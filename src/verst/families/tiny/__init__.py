@@ -1,0 +1,52 @@
+"""Small checkpoints in the real diffusers layout, built from nothing in a second or two, without a network.
+
+`build_tiny` makes random ones for tests: no head is zero, so velocities are not, and another prompt gives another
+picture. `build_glyphs` makes the untrained model that `recipes/glyphs_sft.toml` teaches to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verst.errors import ConfigError
+from verst.families.tiny import sd3
+
+Build = Callable[[], Any]
+"""Makes a diffusers pipeline (a class that diffusers leaves untyped) from torch's current random state."""
+
+TINY: dict[str, Build] = {**sd3.TINY}
+"""Name -> its pipeline; a new family adds its own here."""
+
+__all__ = ["TINY", "build_glyphs", "build_tiny"]
+
+
+def build_tiny(name: str, folder: Path, *, seed: int = 0) -> Path:
+    """Write the tiny random checkpoint `name` ("sd3", "sd3.5") into `folder`, in fp32, and return the folder.
+
+    The same seed gives the same weights; torch's own random state is left as it was. Raises ConfigError.
+    """
+    if name not in TINY:
+        raise ConfigError(f"no tiny checkpoint is called {name!r}; there are: {', '.join(sorted(TINY))}")
+    return _save(TINY[name], folder, seed)
+
+
+def build_glyphs(folder: Path, *, size: str = "small", seed: int = 0) -> Path:
+    """Write the untrained glyph model ("small": 1.3 M transformer parameters, "big": 3.5 M) and return the folder.
+
+    Train and sample it with 32x64 pixels and `max_sequence_length = 8`. Raises ConfigError.
+    """
+    if size not in sd3.GLYPH_SIZES:
+        raise ConfigError(f"no glyph model is of size {size!r}; there are: {', '.join(sd3.GLYPH_SIZES)}")
+    return _save(lambda: sd3.glyphs_sd3(sd3.GLYPH_SIZES[size]), folder, seed)
+
+
+def _save(build: Build, folder: Path, seed: int) -> Path:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pipeline = build()
+    pipeline.save_pretrained(folder)
+    return folder
