@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 from verst.errors import ModelError
-from verst.families.base import ALL_PARTS, Components, Family, Geometry, Part
+from verst.families.base import ALL_PARTS, Components, Family, Geometry, Part, SamplingDefaults
 from verst.families.sd3 import Sd3
 
 FAMILIES: dict[str, Family] = {"StableDiffusion3Pipeline": Sd3()}
 """Pipeline class in model_index.json -> family."""
 
-__all__ = ["ALL_PARTS", "FAMILIES", "Components", "Family", "Geometry", "Part", "recognise"]
+__all__ = ["ALL_PARTS", "FAMILIES", "Components", "Family", "Geometry", "Part", "SamplingDefaults", "recognise"]
 
 
 def recognise(folder: Path) -> Family:

@@ -30,6 +30,17 @@ class Geometry:
     num_frames: int = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplingDefaults:
+    """What an engine uses where a request leaves a parameter out: the published pipeline's own values."""
+
+    geometry: Geometry
+    num_steps: int
+    guidance_scale: float
+    negative_prompt: str
+    max_sequence_length: int
+
+
 @dataclass(kw_only=True)
 class Components:
     """The loaded parts of a checkpoint; only those that were asked for."""
@@ -69,6 +80,9 @@ class Family(Protocol):
     ) -> dict[str, Tensor]:
         """Conditioning rows [B, ...] by name, on the components' device; row i is prompt i alone."""
 
+    def sampling_defaults(self, components: Components) -> SamplingDefaults:
+        """Parameters of a request that names none."""
+
     def check_geometry(self, components: Components, geometry: Geometry) -> None:
         """Raises RequestError, naming the size and the nearest that fits, for one the model cannot make."""
 
@@ -88,11 +102,23 @@ class Family(Protocol):
         conditioning: Conditioning,
         *,
         guidance_scale: float,
+        dtype: torch.dtype | None = None,
     ) -> Latents:
-        """The guided velocity eps - x0 of each stream: [B, ...] fp32. sigmas: stream -> [B] fp32."""
+        """The guided velocity eps - x0 of each stream: [B, ...] fp32. sigmas: stream -> [B] fp32.
+
+        dtype: what the transformer computes in, where its parameters are stored in another (FSDP2 masters).
+        """
 
     def encode_media(self, components: Components, media: Tensor) -> Latents:
         """uint8 [B, F, H, W, 3] -> normalised clean latents x0, fp32 (the mode of the autoencoder's posterior)."""
 
+    def decode_pixels(self, components: Components, latents: Latents) -> Tensor:
+        """Clean latents -> fp32 [B, F, 3, H, W] in [0, 1]."""
+
     def decode(self, components: Components, latents: Latents) -> Tensor:
-        """Clean latents -> uint8 [B, F, H, W, 3] RGB."""
+        """Clean latents -> uint8 [B, F, H, W, 3] RGB: `to_uint8` of `decode_pixels`."""
+
+
+def to_uint8(pixels: Tensor) -> Tensor:
+    """fp32 [B, F, 3, H, W] in [0, 1] -> uint8 [B, F, H, W, 3], with the rounding of diffusers' own numpy_to_pil."""
+    return (pixels * 255).round().to(torch.uint8).permute(0, 1, 3, 4, 2).contiguous()

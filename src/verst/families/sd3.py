@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from verst.errors import ModelError, RequestError
-from verst.families.base import ALL_PARTS, Components, Geometry, Part
+from verst.families.base import ALL_PARTS, Components, Geometry, Part, SamplingDefaults, to_uint8
 from verst.flow.guidance import classifier_free
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.types import Conditioning, Latents
@@ -71,6 +71,17 @@ class Sd3:
         )
         return {"encoder_hidden_states": embeds, "pooled_projections": pooled}
 
+    def sampling_defaults(self, components: Components) -> SamplingDefaults:
+        size = components.modules["transformer"].config.sample_size * _vae_factor(components)
+        # The defaults of StableDiffusion3Pipeline.__call__.
+        return SamplingDefaults(
+            geometry=Geometry(height=size, width=size),
+            num_steps=28,
+            guidance_scale=7.0,
+            negative_prompt="",
+            max_sequence_length=256,
+        )
+
     def check_geometry(self, components: Components, geometry: Geometry) -> None:
         config = components.modules["transformer"].config
         multiple = _vae_factor(components) * config.patch_size
@@ -108,13 +119,15 @@ class Sd3:
         conditioning: Conditioning,
         *,
         guidance_scale: float,
+        dtype: torch.dtype | None = None,
     ) -> Latents:
+        dtype = dtype or next(transformer.parameters()).dtype
         x, timestep = latents["visual"], sigmas["visual"].float() * 1000
         if guidance_scale <= 1 or conditioning.negative is None:
-            return {"visual": _forward(transformer, x, timestep, conditioning.positive)}
+            return {"visual": _forward(transformer, x, timestep, conditioning.positive, dtype)}
         # One doubled batch, negative rows first, as diffusers' pipeline does it.
         both = {k: torch.cat([conditioning.negative[k], v]) for k, v in conditioning.positive.items()}
-        v = _forward(transformer, torch.cat([x, x]), torch.cat([timestep, timestep]), both)
+        v = _forward(transformer, torch.cat([x, x]), torch.cat([timestep, timestep]), both, dtype)
         negative, positive = v.chunk(2)
         return {"visual": classifier_free(positive, negative, guidance_scale)}
 
@@ -126,16 +139,18 @@ class Sd3:
         return {"visual": ((x0 - vae.config.shift_factor) * vae.config.scaling_factor).float()}
 
     @torch.no_grad()
-    def decode(self, components: Components, latents: Latents) -> Tensor:
+    def decode_pixels(self, components: Components, latents: Latents) -> Tensor:
         vae = components.modules["vae"]
         x0 = latents["visual"].to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
-        pixels = (vae.decode(x0, return_dict=False)[0] / 2 + 0.5).clamp(0, 1)
-        # The rounding of diffusers' own numpy_to_pil.
-        return (pixels.float() * 255).round().to(torch.uint8).permute(0, 2, 3, 1).unsqueeze(1).contiguous()
+        return (vae.decode(x0, return_dict=False)[0] / 2 + 0.5).clamp(0, 1).float().unsqueeze(1)
+
+    def decode(self, components: Components, latents: Latents) -> Tensor:
+        return to_uint8(self.decode_pixels(components, latents))
 
 
-def _forward(transformer: nn.Module, x: Tensor, timestep: Tensor, conditioning: dict[str, Tensor]) -> Tensor:
-    dtype = next(transformer.parameters()).dtype
+def _forward(
+    transformer: nn.Module, x: Tensor, timestep: Tensor, conditioning: dict[str, Tensor], dtype: torch.dtype
+) -> Tensor:
     output: Tensor = transformer(
         hidden_states=x.to(dtype),
         timestep=timestep,
