@@ -1,1 +1,1 @@
-"""."""
+"""Objectives: advantages, and one file for each loss."""

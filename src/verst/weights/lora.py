@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
@@ -43,7 +43,7 @@ def attach_lora(module: nn.Module, spec: LoraSpec) -> int:
             f"layers there are called like {', '.join(sorted({n.split('.', 2)[-1] for n in names})[:8])}"
         )
     config = LoraConfig(
-        r=spec.rank, lora_alpha=spec.alpha, target_modules=list(spec.targets), lora_dropout=0.0, bias="none"
+        r=spec.rank, lora_alpha=cast(int, spec.alpha), target_modules=list(spec.targets), lora_dropout=0.0, bias="none"
     )
     module.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
     return sum(isinstance(layer, LoraLayer) for layer in module.modules())
@@ -51,3 +51,11 @@ def attach_lora(module: nn.Module, spec: LoraSpec) -> int:
 
 def is_lora_parameter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
+
+
+def lora_spec_of(module: nn.Module) -> LoraSpec | None:
+    """The LoRA that `attach_lora` put on a module; None where there is none."""
+    if not any(isinstance(layer, LoraLayer) for layer in module.modules()):
+        return None
+    config: LoraConfig = cast(Any, module).peft_config[ADAPTER]
+    return LoraSpec(rank=config.r, alpha=config.lora_alpha, targets=tuple(sorted(config.target_modules or ())))

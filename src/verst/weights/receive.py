@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from verst.errors import ConfigError, SyncError
 from verst.weights.block import open_block
-from verst.weights.lora import LoraSpec, attach_lora, is_lora_parameter
+from verst.weights.lora import LoraSpec, attach_lora, is_lora_parameter, lora_spec_of
 from verst.weights.manifest import Certificate, Manifest, digest_of, view_in
-from verst.weights.send import lora_spec_of
 
 
 def apply_manifest(manifest: Manifest, module: nn.Module) -> Certificate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from verst.errors import SyncError
@@ -54,15 +54,3 @@ class Publication:
         for block in self._blocks:
             block.close()
         self._blocks = []
-
-
-def lora_spec_of(module: nn.Module) -> LoraSpec | None:
-    """The LoRA that is attached to a module, as `attach_lora` attached it."""
-    from peft.tuners.lora import LoraLayer
-
-    from verst.weights.lora import ADAPTER
-
-    if not any(isinstance(layer, LoraLayer) for layer in module.modules()):
-        return None
-    config = module.peft_config[ADAPTER]  # type: ignore[index, union-attr]
-    return LoraSpec(rank=config.r, alpha=config.lora_alpha, targets=tuple(sorted(config.target_modules)))

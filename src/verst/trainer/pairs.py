@@ -1,0 +1,144 @@
+"""(sample, step) pairs: what a rollout leaves for training, and how pairs are cut into tiles.
+
+A block holds one microgroup's pairs; a tile takes rows of blocks. A tile of exactly one microgroup at one step has
+the engine's own batch geometry, and then the ratio before an update is exactly 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from verst.types import Conditioning, Latents, Microgroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairBlock:
+    """The trained steps of one microgroup of m samples; S steps."""
+
+    latents: Latents
+    """stream -> [S, m, ...], as stored: x entering each step."""
+    next_latents: Latents
+    """stream -> [S, m, ...], as stored: what the step led to."""
+    sigmas: dict[str, Tensor]
+    """stream -> [S] fp32."""
+    next_sigmas: dict[str, Tensor]
+    """stream -> [S] fp32."""
+    first_sigmas: dict[str, Tensor]
+    """stream -> scalar fp32, sigma_1 of the grid."""
+    old_log_probs: dict[str, Tensor]
+    """stream -> [S, m] fp32, from the rollout."""
+    advantages: Tensor
+    """[m] fp32."""
+    mask: Tensor
+    """[m] bool: False where the sample's reward failed or was not finite."""
+    conditioning: Conditioning
+
+    @property
+    def num_steps(self) -> int:
+        return len(next(iter(self.sigmas.values())))
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.advantages)
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs that count in the loss."""
+        return self.num_steps * int(self.mask.sum())
+
+    def masked(self) -> PairBlock:
+        """The same block with weight 0, to keep ranks in step."""
+        return replace(self, mask=torch.zeros_like(self.mask))
+
+
+def pair_block(microgroup: Microgroup, *, advantages: Sequence[float], mask: Sequence[bool]) -> PairBlock:
+    """The pairs of a scored microgroup at its stochastic steps."""
+    samples = microgroup.samples
+    streams = samples[0].streams
+    steps = {name: trajectory.sde_step_indices for name, trajectory in streams.items()}
+
+    def stack(name: str, shift: int) -> Tensor:
+        rows = [[s.streams[name].latent_at(i + shift) for s in samples] for i in steps[name]]
+        return torch.stack([torch.stack(row) for row in rows])
+
+    return PairBlock(
+        latents={name: stack(name, 0) for name in streams},
+        next_latents={name: stack(name, 1) for name in streams},
+        sigmas={name: t.sigmas[list(steps[name])] for name, t in streams.items()},
+        next_sigmas={name: t.sigmas[[i + 1 for i in steps[name]]] for name, t in streams.items()},
+        first_sigmas={name: t.sigmas[1] for name, t in streams.items()},
+        old_log_probs={
+            name: torch.stack([s.streams[name].log_probs[list(steps[name])] for s in samples], dim=1)
+            for name in streams
+        },
+        advantages=torch.tensor(advantages, dtype=torch.float32),
+        mask=torch.tensor(mask, dtype=torch.bool),
+        conditioning=microgroup.conditioning,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """B pairs that go through one forward."""
+
+    latents: Latents
+    """stream -> [B, ...] fp32."""
+    next_latents: Latents
+    sigmas: dict[str, Tensor]
+    """stream -> [B] fp32."""
+    next_sigmas: dict[str, Tensor]
+    first_sigmas: dict[str, Tensor]
+    """stream -> scalar fp32."""
+    old_log_probs: dict[str, Tensor]
+    """stream -> [B] fp32."""
+    advantages: Tensor
+    """[B] fp32."""
+    weight: Tensor
+    """[B] fp32: 1 for a pair that counts, 0 for a masked one."""
+    conditioning: Conditioning
+
+
+def tiles_of(blocks: Sequence[PairBlock], *, tile_size: int, device: torch.device) -> list[Tile]:
+    """Pairs in order (block, step, sample) in tiles of `tile_size`; no tile holds part of a step and more."""
+    rows = [(block, step) for block in blocks for step in range(block.num_steps)]
+    if not rows:
+        return []
+    micro = blocks[0].num_samples
+    if tile_size >= micro:
+        per_tile = tile_size // micro
+        groups = [rows[i : i + per_tile] for i in range(0, len(rows), per_tile)]
+        return [_tile(group, slice(None), device) for group in groups]
+    pieces = [slice(i, i + tile_size) for i in range(0, micro, tile_size)]
+    return [_tile([row], piece, device) for row in rows for piece in pieces]
+
+
+def _tile(rows: Sequence[tuple[PairBlock, int]], piece: slice, device: torch.device) -> Tile:
+    streams = list(rows[0][0].latents)
+    sizes = [len(block.advantages[piece]) for block, _ in rows]
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to(device)
+
+    def spread(name: str, field: str) -> Tensor:
+        return join([getattr(b, field)[name][s].expand(n) for (b, s), n in zip(rows, sizes, strict=True)])
+
+    conditioning = [block.conditioning.rows(piece) for block, _ in rows]
+    negatives = [c.negative for c in conditioning if c.negative is not None]
+    return Tile(
+        latents={name: join([b.latents[name][s][piece] for b, s in rows]).float() for name in streams},
+        next_latents={name: join([b.next_latents[name][s][piece] for b, s in rows]).float() for name in streams},
+        sigmas={name: spread(name, "sigmas") for name in streams},
+        next_sigmas={name: spread(name, "next_sigmas") for name in streams},
+        first_sigmas={name: rows[0][0].first_sigmas[name].to(device) for name in streams},
+        old_log_probs={name: join([b.old_log_probs[name][s][piece] for b, s in rows]) for name in streams},
+        advantages=join([b.advantages[piece] for b, _ in rows]),
+        weight=join([b.mask[piece].float() for b, _ in rows]),
+        conditioning=Conditioning(
+            positive={k: join([c.positive[k] for c in conditioning]) for k in conditioning[0].positive},
+            negative={k: join([n[k] for n in negatives]) for k in negatives[0]} if negatives else None,
+        ),
+    )

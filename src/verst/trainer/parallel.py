@@ -1,0 +1,39 @@
+"""Process group, mesh and FSDP2 sharding of a trainer rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+
+def join_mesh(*, rank: int, world_size: int, init_method: str, device: torch.device) -> DeviceMesh:
+    """A one-dimensional mesh over all trainer ranks: NCCL on CUDA, gloo on the CPU.
+
+    init_method: `tcp://host:port` or `file:///path`.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
+    return init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
+
+
+def leave_mesh() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def shard(module: nn.Module, *, blocks: tuple[str, ...], mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """FSDP2 in place: each block whose class is named in `blocks`, then the rest.
+
+    Parameters stay fp32; forward and backward run in `compute_dtype`, gradients are reduced in fp32.
+    """
+    # Inputs are cast by the family: time must stay fp32 where the model wants it so.
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False, output_dtype=None
+    )
+    for child in list(module.modules()):
+        if type(child).__name__ in blocks:
+            fully_shard(child, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
