@@ -1,0 +1,44 @@
+"""Supervised flow matching: which noise levels are trained, what the model sees, and the squared velocity error.
+
+x_sigma = (1 - sigma) x0 + sigma eps; the target is d x_sigma / d sigma = eps - x0 (rectified flow, arXiv 2209.03003).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+SigmaDraw = Literal["uniform", "logit_normal", "mixed"]
+
+
+def draw_sigmas(kind: SigmaDraw, uniform: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """Noise levels in [0, 1] from uniform numbers in [0, 1).
+
+    uniform: the numbers themselves. logit_normal: sigmoid of the standard normal with those quantiles, which favours
+    the middle (arXiv 2403.03206). mixed: first half of the batch uniform, the rest logit-normal.
+    """
+    if kind == "uniform":
+        return uniform
+    logit_normal = torch.sigmoid(torch.special.ndtri(uniform))
+    if kind == "logit_normal":
+        return logit_normal
+    half = len(uniform) // 2
+    return torch.cat([uniform[:half], logit_normal[half:]])
+
+
+def noised(
+    x0: Float[Tensor, "B ..."], eps: Float[Tensor, "B ..."], sigma: Float[Tensor, " B"]
+) -> Float[Tensor, "B ..."]:
+    """x_sigma = (1 - sigma) x0 + sigma eps."""
+    rows = sigma.view(-1, *([1] * (x0.ndim - 1)))
+    return (1 - rows) * x0 + rows * eps
+
+
+def velocity_loss(
+    v: Float[Tensor, "B ..."], x0: Float[Tensor, "B ..."], eps: Float[Tensor, "B ..."]
+) -> Float[Tensor, " B"]:
+    """Mean over a sample's elements of (v - (eps - x0))^2, per sample."""
+    return ((v - (eps - x0)) ** 2).flatten(1).mean(dim=1)
