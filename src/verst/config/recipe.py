@@ -103,6 +103,8 @@ class SftRecipe(s.Section):
     model: s.ModelConfig
     init: Literal["glyphs"] | None = None
     """Build this small model from nothing at model.path when the folder is missing."""
+    save_dtype: s.DType = "float32"
+    """Transformer and autoencoder of the pipeline that the run writes are rounded to this."""
     sampling: s.SamplingConfig
     prompts: s.PromptsConfig
     data: s.TextLinesData
@@ -114,6 +116,20 @@ class SftRecipe(s.Section):
     checkpoint: s.CheckpointConfig = s.CheckpointConfig()
     eval: s.EvalConfig = s.EvalConfig()
     trackers: s.TrackerConfig = s.TrackerConfig()
+
+    @model_validator(mode="after")
+    def _rules(self) -> SftRecipe:
+        _divides("trainer.tile_size", self.trainer.tile_size, "algorithm.batch_size", self.algorithm.batch_size)
+        if self.trainer.ranks != 1:
+            raise ConfigError(f"trainer.ranks = {self.trainer.ranks}: SFT runs in one process, so it must be 1")
+        if self.model.dtype != "float32":
+            raise ConfigError(f'model.dtype = "{self.model.dtype}": SFT trains and evaluates in "float32"')
+        if self.eval.weights == "ema" and self.trainer.ema_decay is None:
+            raise ConfigError("eval.weights = ema needs trainer.ema_decay, e.g. 0.99")
+        low, high = self.stop.reward_at_least, self.stop.reward_at_most
+        if high is not None and (low is None or low > high):
+            raise ConfigError(f"stop.reward_at_most = {high} needs a stop.reward_at_least below it")
+        return self
 
 
 Recipe = RlRecipe | SftRecipe

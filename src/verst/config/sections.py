@@ -256,6 +256,8 @@ class FlowGrpoConfig(Section):
 
 class SftConfig(Section):
     type: Literal["sft"] = "sft"
+    batch_size: PositiveInt
+    """Samples of one optimizer step; trainer.tile_size divides it."""
     sigma: Literal["uniform", "logit_normal", "mixed"] = "mixed"
     """How noise levels are drawn; mixed = half of a batch each."""
     caption_dropout: UnitFloat = 0.1

@@ -78,7 +78,10 @@ class Family(Protocol):
     def encode_prompts(
         self, components: Components, prompts: Sequence[str], *, max_sequence_length: int
     ) -> dict[str, Tensor]:
-        """Conditioning rows [B, ...] by name, on the components' device; row i is prompt i alone."""
+        """Conditioning rows [B, ...] by name, on the components' device; row i is prompt i alone.
+
+        Gradients reach the text encoders where their parameters ask for them: never after `load`, only in SFT.
+        """
 
     def sampling_defaults(self, components: Components) -> SamplingDefaults:
         """Parameters of a request that names none."""

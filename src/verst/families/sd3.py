@@ -56,7 +56,6 @@ class Sd3:
                     problems.append(f"prompt {prompt!r} has {len(ids)} tokens for {name}, which takes {limit}")
         return problems
 
-    @torch.no_grad()
     def encode_prompts(
         self, components: Components, prompts: Sequence[str], *, max_sequence_length: int
     ) -> dict[str, Tensor]:
