@@ -1,0 +1,167 @@
+"""Checkpoints: written beside, published by one rename, verified before they are read.
+
+`step_%08d/` holds `manifest.json` (every file with size and SHA-256), `run_state.json` and the tensors in
+torch.distributed.checkpoint's format, which resharding reads on any number of ranks.
+A folder without that name or manifest was never published and is never loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from verst.errors import CheckpointError
+
+_MANIFEST, _STATE, _TENSORS = "manifest.json", "run_state.json", "tensors"
+
+
+def step_folder(root: Path, iteration: int) -> Path:
+    return root / f"step_{iteration:08d}"
+
+
+def published(root: Path) -> list[Path]:
+    """Published checkpoints, oldest first."""
+    return sorted(p for p in root.glob("step_*") if (p / _MANIFEST).exists())
+
+
+def partial_folder(root: Path, iteration: int) -> Path:
+    """Where a checkpoint is written before it is published."""
+    return root / f".partial_step_{iteration:08d}"
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool) -> None:
+    """All ranks write their shards. Raises CheckpointError, naming them, for tensors that are not finite.
+
+    alone: this is the only rank and there is no process group.
+    """
+    broken = [name for name, value in tensors.items() if not _local(value).isfinite().all()]
+    if broken:
+        raise CheckpointError(f"not saved: non-finite values in {', '.join(broken[:5])} ({len(broken)} tensors)")
+    with _explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        dcp_save(dict(tensors), checkpoint_id=folder / _TENSORS, no_dist=alone)
+
+
+def publish(root: Path, iteration: int, state: Mapping[str, Any], *, keep: int) -> Path:
+    """Make the partial checkpoint of `iteration` the newest one; drop all but the newest `keep`."""
+    partial, final = partial_folder(root, iteration), step_folder(root, iteration)
+    with _explained(partial):
+        (partial / _STATE).write_text(json.dumps(state, indent=1))
+        files = sorted(p for p in partial.rglob("*") if p.is_file())
+        entries = {str(p.relative_to(partial)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files}
+        for path in files:
+            _sync(path)
+        (partial / _MANIFEST).write_text(json.dumps({"iteration": iteration, "files": entries}, indent=1))
+        _sync(partial / _MANIFEST)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync(root)
+    for old in published(root)[:-keep]:
+        # Renamed first: a kill in the middle of the removal must not leave a published half.
+        doomed = old.with_name(f".removed_{old.name}")
+        old.rename(doomed)
+        shutil.rmtree(doomed)
+    return final
+
+
+def sweep(root: Path) -> None:
+    """Remove what an interrupted save or removal left behind."""
+    for leftover in [*root.glob(".partial_step_*"), *root.glob(".removed_step_*")]:
+        shutil.rmtree(leftover)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The run state of a published checkpoint, after every file was checked against the manifest.
+
+    Raises CheckpointError, naming the file, for one that is missing, cut short or changed.
+    """
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        for name, entry in manifest["files"].items():
+            path = folder / name
+            size = path.stat().st_size
+            if size != entry["bytes"]:
+                raise CheckpointError(
+                    f"{path} has {size} bytes, {entry['bytes']} were written: it is damaged. {_REMEDY}"
+                )
+            if _sha256(path) != entry["sha256"]:
+                raise CheckpointError(f"{path} is not what was written (checksum differs). {_REMEDY}")
+        state: dict[str, Any] = json.loads((folder / _STATE).read_text())
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}. {_REMEDY}") from error
+    return state
+
+
+_REMEDY = "Remove that checkpoint folder to go on from the one before it."
+
+
+def read_tensors(folder: Path, into: Mapping[str, Tensor], *, alone: bool) -> None:
+    """Load in place, whatever number of ranks wrote it. Raises CheckpointError when the names or shapes differ."""
+    try:
+        dcp_load(dict(into), checkpoint_id=folder / _TENSORS, no_dist=alone)
+    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder} does not fit this run: {error}") from error
+
+
+class _explained:
+    """Turns an OSError of a save into a CheckpointError; the partial folder goes away, older checkpoints stay."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        cause = _os_error(error)
+        if cause is None:
+            return
+        root = self._folder.parent
+        free = shutil.disk_usage(root).free if root.exists() else 0
+        shutil.rmtree(self._folder, ignore_errors=True)
+        raise CheckpointError(
+            f"checkpoint {self._folder.name.removeprefix('.partial_')} was not saved in {root}: "
+            f"{cause.strerror or cause} ({free / 2**20:.0f} MiB free). Earlier checkpoints are untouched; "
+            "make room and run the same command again."
+        ) from error
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """The operating system's refusal behind what torch.distributed.checkpoint raised."""
+    if isinstance(error, OSError):
+        return error
+    if isinstance(error, CheckpointException):
+        return next((e for e, _ in error.failures.values() if isinstance(e, OSError)), None) or OSError(str(error))
+    if isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error):
+        return OSError(str(error).splitlines()[0])
+    return None
+
+
+def _local(value: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
