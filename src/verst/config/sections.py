@@ -202,12 +202,13 @@ class BrightnessReward(RewardBase):
 
 class CustomReward(RewardBase):
     type: Literal["custom"] = "custom"
-    path: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
-    """`module:object`: called with the samples' media and prompts, returns one number a sample."""
+    path: Annotated[str, Field(pattern=r"^([\w.]+:[\w.]+|[\w.-]+)$")]
+    """`module:object`, or the name of an installed entry point of the group verst.rewards: a function called with the
+    samples' media and prompts that returns one number a sample, or a class with such a method `score`."""
     name: str = "custom"
     """Name in metrics."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the object when it is a class."""
+    """Keyword arguments of the function, or of the class when it is made."""
 
 
 RewardConfig = Annotated[OcrReward | JpegSizeReward | BrightnessReward | CustomReward, Field(discriminator="type")]
