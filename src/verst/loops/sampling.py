@@ -1,0 +1,112 @@
+"""Pictures from a model in this process, and the held-out reward of them: what an engine does, without one."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verst.config.recipe import SftRecipe, reward_name
+from verst.config.sections import RewardConfig, SamplingConfig
+from verst.errors import RewardError
+from verst.families import Components, Geometry
+from verst.flow.denoise import denoise
+from verst.flow.noise import SampleNoise, derive_seed
+from verst.rewards.local import LocalRewards
+from verst.types import Conditioning, Latents
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    reward: float
+    """Weighted sum over rewards of the mean over prompts."""
+    by_reward: dict[str, float]
+    """reward name -> mean over the prompts it could score."""
+    media: Tensor
+    """uint8 [N, F, H, W, 3], one a prompt."""
+
+
+class HeldOut:
+    """The same prompts with the same noise every time: two readings differ by the weights alone."""
+
+    def __init__(self, prompts: Sequence[str], recipe: SftRecipe) -> None:
+        """Loads the rewards. Raises ConfigError or RewardError."""
+        self._prompts = list(prompts[: recipe.eval.num_prompts])
+        self._recipe = recipe
+        self._rewards = LocalRewards(recipe.rewards)
+
+    def evaluate(self, components: Components) -> Evaluation:
+        """ODE samples of every prompt, `eval.batch_size` at a time, scored. Raises RewardError."""
+        recipe, batches = self._recipe, []
+        for start in range(0, len(self._prompts), recipe.eval.batch_size):
+            prompts = self._prompts[start : start + recipe.eval.batch_size]
+            seeds = [derive_seed(recipe.eval.seed, "eval", start + i) for i in range(len(prompts))]
+            batches.append(
+                sample(
+                    components,
+                    prompts,
+                    seeds=seeds,
+                    sampling=recipe.sampling,
+                    max_sequence_length=recipe.model.max_sequence_length,
+                )
+            )
+        media = torch.cat(batches)
+        by_reward = self._score(media)
+        return Evaluation(reward=weighted(recipe.rewards, by_reward), by_reward=by_reward, media=media)
+
+    def _score(self, media: Tensor) -> dict[str, float]:
+        scores = asyncio.run(self._rewards.score(media, self._prompts))
+        means = {}
+        for name, values in scores.by_reward.items():
+            finite = [value for value in values if math.isfinite(value)]
+            if not finite:
+                raise RewardError(f"reward {name} could score none of {len(values)} held-out pictures")
+            means[name] = sum(finite) / len(finite)
+        return means
+
+
+def weighted(configs: Sequence[RewardConfig], by_reward: dict[str, float]) -> float:
+    """The rewards' weighted sum."""
+    return sum(config.weight * by_reward[reward_name(config)] for config in configs)
+
+
+@torch.no_grad()
+def sample(
+    components: Components,
+    prompts: Sequence[str],
+    *,
+    seeds: Sequence[int],
+    sampling: SamplingConfig,
+    max_sequence_length: int,
+) -> Tensor:
+    """One ODE sample a prompt in one batch: uint8 [B, F, H, W, 3] on the CPU.
+
+    seeds: B; a sample's starting noise is drawn on the CPU from its own, so that it is the same on any device.
+    """
+    family, device = components.family, components.device
+    geometry = Geometry(height=sampling.height, width=sampling.width)
+    conditioning = _condition(components, prompts, sampling, max_sequence_length)
+    shapes = family.latent_shapes(components, geometry)
+    noise = SampleNoise(seeds)
+    latents = {stream: noise.initial(shape).to(device) for stream, shape in shapes.items()}
+
+    def velocity(x: Latents, sigmas: dict[str, Tensor]) -> Latents:
+        return family.velocity(components.transformer, x, sigmas, conditioning, guidance_scale=sampling.guidance_scale)
+
+    schedulers = family.schedule(components, geometry, num_steps=sampling.num_steps, shift=sampling.sigma_shift)
+    return family.decode(components, denoise(velocity, latents, schedulers)).cpu()
+
+
+def _condition(
+    components: Components, prompts: Sequence[str], sampling: SamplingConfig, max_sequence_length: int
+) -> Conditioning:
+    encode = components.family.encode_prompts
+    positive = encode(components, prompts, max_sequence_length=max_sequence_length)
+    if sampling.guidance_scale <= 1:
+        return Conditioning(positive=positive, negative=None)
+    negative = encode(components, [sampling.negative_prompt] * len(prompts), max_sequence_length=max_sequence_length)
+    return Conditioning(positive=positive, negative=negative)
