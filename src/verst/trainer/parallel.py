@@ -9,13 +9,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
-def join_mesh(*, rank: int, world_size: int, init_method: str, device: torch.device) -> DeviceMesh:
-    """A one-dimensional mesh over all trainer ranks: NCCL on CUDA, gloo on the CPU.
+def open_store(host: str, port: int, *, rank: int, world_size: int) -> dist.TCPStore:
+    """Where ranks find each other. Rank 0 opens it (port 0: any free one, see `.port`); the others join it."""
+    return dist.TCPStore(host, port, world_size, is_master=rank == 0, wait_for_workers=False)
 
-    init_method: `tcp://host:port` or `file:///path`.
-    """
+
+def join_mesh(*, rank: int, world_size: int, store: dist.Store, device: torch.device) -> DeviceMesh:
+    """A one-dimensional mesh over all trainer ranks: NCCL on CUDA, gloo on the CPU."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     return init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
 
 

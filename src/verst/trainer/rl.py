@@ -51,13 +51,15 @@ class UpdateMetrics:
 class RlTrainer:
     """Every rank makes the same calls in the same order; rank 0's answers are used."""
 
-    def __init__(self, recipe: RlRecipe, *, rank: int, world_size: int, init_method: str, device: torch.device) -> None:
+    def __init__(
+        self, recipe: RlRecipe, *, rank: int, world_size: int, store: dist.Store, device: torch.device
+    ) -> None:
         self._recipe = recipe
         self._device = device
         self._dtype = DTYPES[recipe.model.dtype]
         if recipe.run.threads:
             torch.set_num_threads(recipe.run.threads)
-        self._mesh = join_mesh(rank=rank, world_size=world_size, init_method=init_method, device=device)
+        self._mesh = join_mesh(rank=rank, world_size=world_size, store=store, device=device)
         self._family = recognise(recipe.model.path)
         self._transition = make_transition(recipe.sampling.transition.type, recipe.sampling.transition.eta)
         self._lora = lora_spec(recipe, self._family.lora_targets)

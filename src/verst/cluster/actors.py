@@ -1,0 +1,121 @@
+"""The processes of a run, as Ray actors: thin shells around plain classes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verst.config.recipe import RlRecipe
+from verst.config.sections import RewardConfig
+from verst.engine.server import EngineServer
+from verst.engine.wire import to_microgroup
+from verst.rewards import make_reward
+from verst.trainer.pairs import PairBlock
+from verst.trainer.parallel import open_store
+from verst.trainer.rl import DTYPES, RlTrainer, UpdateMetrics
+from verst.types import Microgroup, SampleKey
+
+
+class Process:
+    """What every actor answers."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class EngineActor(Process):
+    """A native engine and its HTTP server."""
+
+    def __init__(self, recipe: RlRecipe, *, index: int, device: str) -> None:
+        engine = recipe.engine
+        self._server = EngineServer(
+            recipe.model.path,
+            dtype=DTYPES[recipe.model.dtype],
+            device=torch.device(device),
+            host=engine.host,
+            port=engine.port + index if engine.port else 0,
+            deterministic=recipe.run.deterministic,
+            max_batch=engine.max_batch,
+            queue_size=engine.queue_size,
+            threads=recipe.run.threads,
+        )
+
+    def start(self, timeout_s: float) -> str:
+        """The URL, once the model is loaded."""
+        self._server.start()
+        self._server.wait_ready(timeout_s)
+        return self._server.url
+
+    def stop(self) -> None:
+        self._server.stop()
+
+
+class ParserActor(Process):
+    """Decodes engine responses off the driver's event loop."""
+
+    def parse(self, payload: bytes, keys: Sequence[SampleKey]) -> Microgroup:
+        return to_microgroup(payload, keys)
+
+
+class RewardActor(Process):
+    """One worker of one reward."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        torch.set_num_threads(1)
+        self._reward = make_reward(config)
+
+    def score(self, media: torch.Tensor, prompts: Sequence[str]) -> list[float]:
+        return self._reward.score(media, prompts)
+
+
+class TrainerActor(Process):
+    """One trainer rank. Made in two steps: rank 0 opens the store that the others join."""
+
+    def __init__(self, recipe: RlRecipe, *, rank: int, device: str) -> None:
+        self._recipe = recipe
+        self._rank = rank
+        self._device = torch.device(device)
+        self._store: Any = None
+        self._trainer: RlTrainer | None = None
+
+    def open(self, host: str) -> int:
+        """Rank 0: the port of the store."""
+        self._store = open_store(host, 0, rank=0, world_size=self._recipe.trainer.ranks)
+        return int(self._store.port)
+
+    def build(self, host: str, port: int) -> None:
+        world_size = self._recipe.trainer.ranks
+        if self._store is None:
+            self._store = open_store(host, port, rank=self._rank, world_size=world_size)
+        self._trainer = RlTrainer(
+            self._recipe, rank=self._rank, world_size=world_size, store=self._store, device=self._device
+        )
+
+    @property
+    def trainer(self) -> RlTrainer:
+        assert self._trainer is not None, "build() comes first"
+        return self._trainer
+
+    def update(self, steps: list[list[PairBlock]]) -> UpdateMetrics:
+        return self.trainer.update(steps)
+
+    def publish(self, version: int, ema: bool) -> Any:
+        return self.trainer.publish(version, ema=ema)
+
+    def unpublish(self) -> None:
+        self.trainer.unpublish()
+
+    def save(self, root: Path, iteration: int) -> None:
+        self.trainer.save(root, iteration)
+
+    def load(self, folder: Path) -> None:
+        self.trainer.load(folder)
+
+    def close(self) -> None:
+        if self._trainer is not None:
+            self._trainer.close()
+            self._trainer = None

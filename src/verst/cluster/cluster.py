@@ -1,0 +1,215 @@
+"""All processes of an RL run: placed by Ray, started side by side, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from verst.cluster.actors import EngineActor, ParserActor, RewardActor, TrainerActor
+from verst.cluster.calls import ActorPool, all_of, result_of
+from verst.config.plan import process_plan
+from verst.config.recipe import RlRecipe, reward_name
+from verst.engine.client import EngineClient
+from verst.errors import ConfigError
+from verst.rewards.calls import CallResult, combine, score_with_policy
+from verst.rollout.engines import EnginePool
+from verst.trainer.pairs import PairBlock
+from verst.trainer.rl import UpdateMetrics
+from verst.types import Microgroup, SampleKey, Scores
+
+_RESTARTS = 3
+"""Times that a parser or reward worker may come back in one run."""
+_START_TIMEOUT_S = 600.0
+
+
+class Cluster:
+    """Use as an async context manager; inside it every process is up."""
+
+    def __init__(self, recipe: RlRecipe, *, cuda: bool) -> None:
+        self._recipe = recipe
+        self._cuda = cuda
+        self._device = "cuda" if cuda else "cpu"
+        self._owns_ray = False
+        self._actors: list[Any] = []
+
+    async def __aenter__(self) -> Cluster:
+        self._connect()
+        try:
+            await self._start()
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if hasattr(self, "engines"):
+            await self.engines.close()
+        for actor in self._actors:
+            ray.kill(actor)
+        # An attached cluster goes on without us; a local one ends with all of its processes.
+        ray.shutdown()
+
+    def _connect(self) -> None:
+        config = self._recipe.cluster
+        environment = _environment(self._recipe)
+        if config.address is not None:
+            ray.init(config.address, runtime_env={"env_vars": environment}, log_to_driver=False)
+            return
+        cpus = config.num_cpus or os.cpu_count() or 1
+        asked = sum(p.cpus * p.count for p in process_plan(self._recipe))
+        if asked > cpus:
+            raise ConfigError(
+                f"the run's processes ask for {asked:g} CPUs, local Ray has {cpus}; raise cluster.num_cpus "
+                f"(a logical count) to {int(asked + 0.99)} or ask for fewer processes"
+            )
+        # Worker processes of a local Ray inherit this; it must be there before they import torch.
+        os.environ.update(environment)
+        ray.init(
+            num_cpus=cpus,
+            include_dashboard=False,
+            object_store_memory=config.object_store_bytes,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+
+    async def _start(self) -> None:
+        recipe = self._recipe
+        plan = {p.role: p for p in process_plan(recipe, cuda=self._cuda)}
+
+        def spawn(cls: type, role: str, *args: Any, restarts: int = 0, **kwargs: Any) -> Any:
+            options: dict[str, Any] = {"num_cpus": plan[role].cpus, "num_gpus": plan[role].gpus}
+            if restarts:
+                options |= {"max_restarts": restarts, "max_task_retries": restarts}
+            actor = ray.remote(cls).options(**options).remote(*args, **kwargs)
+            self._actors.append(actor)
+            return actor
+
+        self._engines = [
+            spawn(EngineActor, "engine", recipe, index=i, device=self._device) for i in range(recipe.engine.num)
+        ]
+        ranks = [
+            spawn(TrainerActor, "trainer", recipe, rank=i, device=self._device) for i in range(recipe.trainer.ranks)
+        ]
+        parsers = [spawn(ParserActor, "parser", restarts=_RESTARTS) for _ in range(recipe.rollout.parsers.num)]
+        self._parsers = ActorPool(parsers, role="parser")
+        self._rewards = {
+            reward_name(reward): ActorPool(
+                [
+                    spawn(RewardActor, f"reward:{reward.type}", reward, restarts=_RESTARTS)
+                    for _ in range(reward.workers)
+                ],
+                role=f"reward {reward_name(reward)}",
+            )
+            for reward in recipe.rewards
+        }
+        self.trainer = TrainerGroup(recipe, ranks)
+        urls, _, _ = await asyncio.gather(
+            all_of([e.start.remote(_START_TIMEOUT_S) for e in self._engines], roles=["engine"] * len(self._engines)),
+            self.trainer.build(),
+            self._ready([*parsers, *(a for pool in self._rewards.values() for a in pool.actors)]),
+        )
+        clients = [EngineClient(url, timeout_s=recipe.engine.request_timeout_s) for url in urls]
+        self.engines = EnginePool(clients, per_engine=recipe.engine.queue_size)
+
+    async def _ready(self, actors: Sequence[Any]) -> None:
+        await all_of([a.pid.remote() for a in actors], roles=["worker"] * len(actors))
+
+    async def pids(self) -> dict[str, list[int]]:
+        """role -> process ids, for people and for tests that kill them."""
+        pools = {"engine": self._engines, "trainer": self.trainer.ranks, "parser": self._parsers.actors}
+        pools |= {f"reward:{name}": pool.actors for name, pool in self._rewards.items()}
+        return {
+            role: await all_of([a.pid.remote() for a in actors], roles=[role] * len(actors))
+            for role, actors in pools.items()
+        }
+
+    async def parse(self, payload: bytes, keys: Sequence[SampleKey]) -> Microgroup:
+        microgroup: Microgroup = await self._parsers.call(lambda actor: actor.parse.remote(payload, keys))
+        return microgroup
+
+    async def score(self, microgroup: Microgroup) -> Scores:
+        """Every reward of the recipe, side by side, each with its own attempts and policy."""
+        import torch
+
+        media = torch.stack([sample.media for sample in microgroup.samples])
+        prompts = [sample.prompt for sample in microgroup.samples]
+        jobs = {reward_name(r): self._score_one(r, media, prompts) for r in self._recipe.rewards}
+        results = await asyncio.gather(*jobs.values())
+        return combine(dict(zip(jobs, results, strict=True)))
+
+    async def _score_one(self, config: Any, media: Any, prompts: Sequence[str]) -> CallResult:
+        pool = self._rewards[reward_name(config)]
+
+        async def call(media: Any, prompts: Sequence[str]) -> Sequence[float]:
+            values: Sequence[float] = await pool.call(lambda actor: actor.score.remote(media, prompts))
+            return values
+
+        return await score_with_policy(
+            call,
+            media,
+            prompts,
+            name=reward_name(config),
+            attempts=config.attempts,
+            timeout_s=config.timeout_s,
+            on_failure=config.on_failure,
+        )
+
+
+class TrainerGroup:
+    """All trainer ranks as one."""
+
+    def __init__(self, recipe: RlRecipe, ranks: Sequence[Any]) -> None:
+        self._recipe = recipe
+        self.ranks = list(ranks)
+        self._roles = [f"trainer rank {i}" for i in range(len(ranks))]
+
+    async def build(self) -> None:
+        host = "127.0.0.1" if self._recipe.cluster.address is None else ray.util.get_node_ip_address()
+        port = await result_of(self.ranks[0].open.remote(host), role=self._roles[0])
+        await self._all("build", host, port)
+
+    async def update(self, shares: Sequence[list[list[PairBlock]]]) -> UpdateMetrics:
+        """One share a rank: for each optimizer step its pair blocks."""
+        refs = [rank.update.remote(share) for rank, share in zip(self.ranks, shares, strict=True)]
+        metrics: list[UpdateMetrics] = await all_of(refs, roles=self._roles)
+        return metrics[0]
+
+    async def publish(self, version: int, *, ema: bool = False) -> Mapping[str, Any]:
+        """The manifest of the weights in shared memory; they stay there until `unpublish`."""
+        manifest: Mapping[str, Any] = (await self._all("publish", version, ema))[0]
+        return manifest
+
+    async def unpublish(self) -> None:
+        await self._all("unpublish")
+
+    async def save(self, root: Path, iteration: int) -> None:
+        await self._all("save", root, iteration)
+
+    async def load(self, folder: Path) -> None:
+        await self._all("load", folder)
+
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        return await all_of([getattr(rank, method).remote(*args) for rank in self.ranks], roles=self._roles)
+
+
+def _environment(recipe: RlRecipe) -> dict[str, str]:
+    """Environment of every process, read when torch is imported there."""
+    threads = recipe.run.threads or os.cpu_count() or 1
+    environment = {
+        # Waiting threads sleep: with spinning, two busy processes on two cores slow each other down many times over.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    if recipe.cluster.address is None:
+        environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    return environment

@@ -1,0 +1,57 @@
+"""The engines of a run as one: least-loaded dispatch, echo checks, weight hand-off to all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verst.engine.client import EngineClient, check_echo
+from verst.errors import EchoError
+from verst.rollout.pipeline import first_failure
+from verst.rollout.plan import MicrogroupTask
+from verst.types import Microgroup
+
+
+class EnginePool:
+    """A request goes to the engine with the fewest requests of ours in flight, at most `per_engine` of them."""
+
+    def __init__(self, clients: Sequence[EngineClient], *, per_engine: int) -> None:
+        self._clients = list(clients)
+        self._in_flight = [0] * len(clients)
+        self._slots = asyncio.Semaphore(per_engine * len(clients))
+        self.weight_version = -1
+
+    async def generate(self, task: MicrogroupTask) -> bytes:
+        async with self._slots:
+            index = min(range(len(self._clients)), key=self._in_flight.__getitem__)
+            self._in_flight[index] += 1
+            try:
+                return await self._clients[index].generate(task.request)
+            finally:
+                self._in_flight[index] -= 1
+
+    def check(self, task: MicrogroupTask, microgroup: Microgroup) -> None:
+        """Raises EchoError where the engine used other parameters or weights than the run holds."""
+        check_echo(task.request, microgroup.echo, weight_version=self.weight_version)
+        made = {sample.weight_version for sample in microgroup.samples}
+        if made != {self.weight_version}:
+            raise EchoError(f"samples of weight version {sorted(made)} came back, expected {self.weight_version}")
+
+    async def sync(self, manifest: Mapping[str, Any]) -> None:
+        """Hand the weights to every engine; each client compares the certificate. Raises SyncError."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for client in self._clients:
+                    group.create_task(client.update_weights(manifest))
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from failures
+        self.weight_version = manifest["version"]
+
+    async def check_prompts(self, prompts: Sequence[str], *, max_sequence_length: int) -> list[str]:
+        """One line for each prompt that the model's encoders cannot take whole."""
+        return await self._clients[0].check_prompts(prompts, max_sequence_length=max_sequence_length)
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()

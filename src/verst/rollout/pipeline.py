@@ -1,0 +1,119 @@
+"""The microgroup pipeline.
+
+    task ─> generate (engine) ─> parse (pool) ─> echo check ─> score (reward pools) ─> group complete
+
+Consumes microgroup tasks; produces complete groups in order. Each microgroup is one asyncio task that waits only for
+its own stages: no stage waits for the whole batch. The first failure cancels the rest and is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verst.errors import InvariantError
+from verst.rollout.plan import MicrogroupTask
+from verst.types import Group, Microgroup, SampleKey, Scores
+
+Generate = Callable[[MicrogroupTask], Awaitable[bytes]]
+Parse = Callable[[bytes, Sequence[SampleKey]], Awaitable[Microgroup]]
+Check = Callable[[MicrogroupTask, Microgroup], None]
+"""Raises EchoError where the engine did not do what the task asked for."""
+Score = Callable[[Microgroup], Awaitable[Scores]]
+OnSpan = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSeconds:
+    """Wall seconds of a rollout, and the sum of each stage over its microgroups (stages overlap)."""
+
+    total: float
+    stages: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredMicrogroup:
+    task: MicrogroupTask
+    microgroup: Microgroup
+    scores: Scores
+
+
+class Pipeline:
+    def __init__(
+        self, *, generate: Generate, parse: Parse, check: Check, score: Score, on_span: OnSpan | None = None
+    ) -> None:
+        self._generate = generate
+        self._parse = parse
+        self._check = check
+        self._score = score
+        self._on_span = on_span
+
+    async def run(self, tasks: Sequence[MicrogroupTask]) -> tuple[list[ScoredMicrogroup], StageSeconds]:
+        """Every task's microgroup, scored, in the order of `tasks`. Raises the first failure by itself."""
+        started = time.perf_counter()
+        stages: dict[str, float] = {}
+        try:
+            async with asyncio.TaskGroup() as group:
+                jobs = [group.create_task(self._microgroup(task, stages)) for task in tasks]
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from failures
+        return [job.result() for job in jobs], StageSeconds(total=time.perf_counter() - started, stages=stages)
+
+    async def _microgroup(self, task: MicrogroupTask, stages: dict[str, float]) -> ScoredMicrogroup:
+        payload = await self._timed("generate", task, stages, self._generate(task))
+        microgroup = await self._timed("deserialize", task, stages, self._parse(payload, task.keys))
+        self._check(task, microgroup)
+        scores = await self._timed("reward", task, stages, self._score(microgroup))
+        return ScoredMicrogroup(task=task, microgroup=microgroup, scores=scores)
+
+    async def _timed(self, stage: str, task: MicrogroupTask, stages: dict[str, float], work: Awaitable[Any]) -> Any:
+        start, wall = time.perf_counter(), time.time()
+        result = await work
+        seconds = time.perf_counter() - start
+        stages[stage] = stages.get(stage, 0.0) + seconds
+        if self._on_span is not None:
+            self._on_span(
+                {
+                    "name": stage,
+                    "start": wall,
+                    "seconds": seconds,
+                    "rollout": task.rollout,
+                    "group": task.group,
+                    "index": task.keys[0].index,
+                }
+            )
+        return result
+
+
+def first_failure(failures: BaseExceptionGroup) -> BaseException:
+    """The first exception of a group that is not itself a group."""
+    error: BaseException = failures
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def assemble(scored: Sequence[ScoredMicrogroup], *, group_size: int) -> list[Group]:
+    """Complete groups, by number, samples by index. Raises InvariantError for a group with a hole."""
+    by_group: dict[int, list[ScoredMicrogroup]] = {}
+    for item in scored:
+        by_group.setdefault(item.task.group, []).append(item)
+    groups = []
+    for number in sorted(by_group):
+        items = sorted(by_group[number], key=lambda item: item.task.keys[0].index)
+        indices = [key.index for item in items for key in item.task.keys]
+        if indices != list(range(group_size)):
+            raise InvariantError(f"group {number} holds samples {indices}, must be 0..{group_size - 1}")
+        groups.append(
+            Group(
+                rollout=items[0].task.rollout,
+                index=number,
+                prompt=items[0].task.prompts[0],
+                microgroups=tuple(item.microgroup for item in items),
+                scores=tuple(item.scores for item in items),
+            )
+        )
+    return groups

@@ -1,0 +1,116 @@
+"""What a rollout consists of: a pure function of the recipe and the rollout's number, so that resume needs no more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verst.config import sections as s
+from verst.config.recipe import RlRecipe
+from verst.engine.wire import GenerateRequest
+from verst.flow import strategies
+from verst.flow.noise import derive_seed
+from verst.rollout.prompts import PromptSource
+from verst.types import SampleKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrogroupTask:
+    """One engine request and the samples it stands for."""
+
+    keys: tuple[SampleKey, ...]
+    prompts: tuple[str, ...]
+    """One a sample; all the same in training."""
+    request: GenerateRequest
+
+    @property
+    def rollout(self) -> int:
+        return self.keys[0].rollout
+
+    @property
+    def group(self) -> int:
+        return self.keys[0].group
+
+
+def step_draw(config: s.StepsConfig) -> strategies.StepDraw:
+    """The strategy that a recipe names."""
+    if isinstance(config, s.WindowSteps):
+        return strategies.window(size=config.size, low=config.low, high=config.high)
+    if isinstance(config, s.RandomSteps):
+        return strategies.random_subset(size=config.size, low=config.low, high=config.high)
+    return strategies.all_steps()
+
+
+def plan_rollout(recipe: RlRecipe, source: PromptSource, rollout: int) -> list[MicrogroupTask]:
+    """All microgroups of a rollout, by group and index.
+
+    Seeds depend on (run seed, rollout, group, index) alone. With a shared initial noise all samples of a group start
+    from the seed of the group.
+    """
+    tasks = []
+    draw = step_draw(recipe.sampling.steps)
+    for group in range(recipe.rollout.num_groups):
+        prompt = source.at(rollout * recipe.rollout.num_groups + group).text
+        steps = draw(recipe.run.seed, rollout, group, recipe.sampling.num_steps)
+        for start in range(0, recipe.rollout.group_size, recipe.rollout.microgroup_size):
+            indices = range(start, start + recipe.rollout.microgroup_size)
+            keys = tuple(SampleKey(rollout=rollout, group=group, index=i) for i in indices)
+            tasks.append(_training_task(recipe, keys, prompt, steps))
+    return tasks
+
+
+def _training_task(
+    recipe: RlRecipe, keys: tuple[SampleKey, ...], prompt: str, steps: tuple[int, ...]
+) -> MicrogroupTask:
+    seed = recipe.run.seed
+    seeds = [derive_seed(seed, "sample", k.rollout, k.group, k.index) for k in keys]
+    shared = derive_seed(seed, "group", keys[0].rollout, keys[0].group)
+    kept = sorted({i + shift for i in steps for shift in (0, 1)})
+    request = GenerateRequest(
+        **_common(recipe, prompt, seeds),
+        initial_seeds=[shared] * len(keys) if recipe.sampling.shared_initial_noise else None,
+        rollout=True,
+        rollout_sde_type=recipe.sampling.transition.type,
+        rollout_noise_level=recipe.sampling.transition.eta,
+        rollout_sde_step_indices=list(steps),
+        rollout_return_step_indices=kept,
+        rollout_return_dit_trajectory=True,
+        rollout_return_denoising_env=True,
+        share_denoising_env=True,
+        rollout_storage_dtype=recipe.sampling.storage_dtype,
+    )
+    return MicrogroupTask(keys=keys, prompts=(prompt,) * len(keys), request=request)
+
+
+def plan_evaluation(recipe: RlRecipe, prompts: Sequence[str]) -> list[MicrogroupTask]:
+    """Held-out prompts by deterministic sampling from fixed noise: the same pictures every time for the same weights."""
+    tasks = []
+    size = recipe.eval.batch_size
+    for start in range(0, len(prompts), size):
+        batch = tuple(prompts[start : start + size])
+        seeds = [derive_seed(recipe.eval.seed, "eval", start + i) for i in range(len(batch))]
+        keys = tuple(SampleKey(rollout=-1, group=start + i, index=0) for i in range(len(batch)))
+        request = GenerateRequest(**_common(recipe, batch[0], seeds), prompts=list(batch), rollout=False)
+        tasks.append(MicrogroupTask(keys=keys, prompts=batch, request=request))
+    return tasks
+
+
+def _common(recipe: RlRecipe, prompt: str, seeds: Sequence[int]) -> dict[str, object]:
+    sampling = recipe.sampling
+    return {
+        "prompt": prompt,
+        "negative_prompt": sampling.negative_prompt,
+        "seed": seeds[0],
+        "seeds": list(seeds),
+        "num_outputs_per_prompt": len(seeds),
+        "generator_device": "cpu",
+        "height": sampling.height,
+        "width": sampling.width,
+        "num_inference_steps": sampling.num_steps,
+        "guidance_scale": sampling.guidance_scale,
+        "sigma_shift": sampling.sigma_shift,
+        "max_sequence_length": recipe.model.max_sequence_length,
+        "long_prompts": recipe.model.long_prompts,
+        "rollout_debug_mode": False,
+        "media_format": "uint8",
+    }
