@@ -1,0 +1,113 @@
+"""metrics.jsonl: one line an iteration, the source of every curve. Names are documented in docs/metrics.md."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from verst.errors import CheckpointError, InvariantError
+
+ITERATION = "iteration"
+NON_FINITE = "non_finite"
+"""Key under which a line lists the metrics whose value was NaN or infinite; the value itself is null."""
+
+
+class MetricsLog:
+    """Appends to a metrics.jsonl; every line is on its way to the disk before `append` returns.
+
+    A half-written last line, left by a killed process, is dropped when the file is opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Creates the file and its folder where they are missing. Raises CheckpointError for a damaged file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        _drop_torn_line(path)
+        rows = read_metrics(path)
+        self._last: int | None = rows[-1][ITERATION] if rows else None
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+
+    def append(self, iteration: int, values: Mapping[str, float]) -> None:
+        """One line. Raises InvariantError when this iteration, or a later one, is there already."""
+        if self._last is not None and iteration <= self._last:
+            raise InvariantError(
+                f"{self._path} already holds iteration {self._last}, so {iteration} cannot be appended; "
+                "a resumed run must call truncate_after first"
+            )
+        self._file.write(json.dumps(_row(iteration, values), allow_nan=False) + "\n")
+        self._file.flush()
+        self._last = iteration
+
+    def truncate_after(self, iteration: int) -> None:
+        """Drop the lines of later iterations: a run resumed at `iteration` makes them again."""
+        self._file.close()
+        kept = [row for row in read_metrics(self._path) if row[ITERATION] <= iteration]
+        partial = self._path.with_name(self._path.name + ".partial")
+        partial.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in kept), encoding="utf-8")
+        os.replace(partial, self._path)
+        self._last = kept[-1][ITERATION] if kept else None
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All complete lines, oldest first; a last line that is still being written is left out, a missing file is empty.
+
+    Raises CheckpointError, with file:line, for a line that is not one of ours.
+    """
+    if not path.exists():
+        return []
+    *lines, _torn = path.read_text(encoding="utf-8").split("\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise CheckpointError(f"{path}:{number} is damaged: {error.msg}") from None
+        if not isinstance(row, dict) or not isinstance(row.get(ITERATION), int):
+            raise CheckpointError(f"{path}:{number} is damaged: no {ITERATION}")
+        rows.append(row)
+    return rows
+
+
+def series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Iterations that have a finite value of this metric, and the values."""
+    points = [(row[ITERATION], float(row[name])) for row in rows if row.get(name) is not None]
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _row(iteration: int, values: Mapping[str, float]) -> dict[str, Any]:
+    row: dict[str, Any] = {ITERATION: iteration}
+    non_finite = []
+    for name, value in values.items():
+        number = value if isinstance(value, int) else float(value)  # float: numpy scalars are no JSON
+        if not math.isfinite(number):
+            non_finite.append(name)
+        row[name] = number if math.isfinite(number) else None
+    if non_finite:
+        row[NON_FINITE] = non_finite
+    return row
+
+
+def _drop_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)
