@@ -1,0 +1,260 @@
+"""The HTTP endpoints: names and bodies of SGLang-Diffusion's, and ours for shared memory and prompt checks."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import safetensors
+import safetensors.torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import StatelessLifespan
+
+from verst.engine.batching import Batcher, Expired
+from verst.engine.request import GenerateRequest, explain
+from verst.engine.worker import Unavailable, Worker
+from verst.errors import ConfigError, EngineError, ModelError, PromptError, RequestError, SyncError, VerstError
+from verst.weights.manifest import Manifest
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DiskUpdate(_Body):
+    model_path: Path
+    """A local diffusers folder."""
+    flush_cache: bool = True
+    """Accepted for the contract's sake; whatever depends on weights is always dropped."""
+    target_modules: list[str] | None = None
+    """None = the transformer."""
+    weight_version: int | None = None
+    """None = one more than before."""
+
+
+class TensorUpdate(_Body):
+    serialized_named_tensors: list[str]
+    """Base64 of safetensors files."""
+    load_format: str | None = None
+    target_modules: list[str] | None = None
+    weight_version: int | None = None
+
+
+class TensorCheck(_Body):
+    target_module: str
+    expected_named_tensors_sha256: dict[str, str]
+
+
+class Checksums(_Body):
+    module_names: list[str] | None = None
+
+
+class ManifestBody(_Body):
+    """`verst.weights.manifest.Manifest`."""
+
+    version: int
+    finetune: dict[str, Any]
+    buckets: list[dict[str, Any]]
+    digest: str
+
+
+class PromptCheck(_Body):
+    prompts: list[str]
+    max_sequence_length: int | None = None
+
+
+class Endpoints:
+    """Handlers over one batcher. `info` is what /server_info says besides counters."""
+
+    def __init__(self, batcher: Batcher, info: dict[str, Any]) -> None:
+        self._batcher = batcher
+        self._info = info
+
+    async def generate(self, request: Request) -> Response:
+        body = await request.body()
+        record = GenerateRequest.model_validate_json(body)
+        work = asyncio.ensure_future(self._batcher.generate(record))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return Response(status_code=499)
+            return Response(work.result(), media_type="application/msgpack")
+        finally:
+            work.cancel()
+            gone.cancel()
+
+    async def check_prompts(self, request: Request) -> Response:
+        body = PromptCheck.model_validate_json(await request.body())
+        components = self._batcher.components
+        length = body.max_sequence_length
+        if length is None:
+            length = components.family.sampling_defaults(components).max_sequence_length
+        return JSONResponse(components.family.check_prompts(components, body.prompts, max_sequence_length=length))
+
+    async def update_from_disk(self, request: Request) -> Response:
+        body = DiskUpdate.model_validate_json(await request.body())
+        modules = body.target_modules or ["transformer"]
+        number = await self._batcher.control(
+            lambda worker: worker.update_from_folder(body.model_path, modules=modules, version=body.weight_version)
+        )
+        return self._updated(f"{number} tensors of {', '.join(modules)} replaced")
+
+    async def update_from_tensor(self, request: Request) -> Response:
+        body = TensorUpdate.model_validate_json(await request.body())
+        if body.load_format != "safetensors":
+            raise RequestError(
+                f"load_format = {body.load_format!r} is a pickle, which runs whatever code the sender wrote: send base64 "
+                'of a safetensors file with load_format = "safetensors", or a manifest to /update_weights_from_shm'
+            )
+        modules = body.target_modules or ["transformer"]
+        if len(modules) != 1:
+            raise RequestError(f"target_modules = {modules}: one module a request")
+        tensors: dict[str, Any] = {}
+        for payload in body.serialized_named_tensors:
+            try:
+                tensors |= safetensors.torch.load(base64.b64decode(payload, validate=True))
+            except (binascii.Error, safetensors.SafetensorError) as error:
+                raise RequestError(f"serialized_named_tensors is no base64 of a safetensors file: {error}") from error
+        number = await self._batcher.control(
+            lambda worker: worker.update_from_tensors(tensors, module=modules[0], version=body.weight_version)
+        )
+        return self._updated(f"{number} tensors of {modules[0]} replaced")
+
+    async def update_from_shm(self, request: Request) -> Response:
+        body = ManifestBody.model_validate_json(await request.body())
+        manifest = cast(Manifest, body.model_dump())
+        certificate = await self._batcher.control(lambda worker: worker.update_from_manifest(manifest))
+        return self._updated("weights taken from shared memory", certificate=dict(certificate))
+
+    async def check_tensors(self, request: Request) -> Response:
+        body = TensorCheck.model_validate_json(await request.body())
+        hashes = await self._batcher.control(lambda worker: worker.tensor_hashes(body.target_module))
+        expected = body.expected_named_tensors_sha256
+        missing = sorted(set(expected) - set(hashes))
+        mismatched = sorted(name for name in set(expected) & set(hashes) if expected[name] != hashes[name])
+        good = not missing and not mismatched
+        message = "all tensors match" if good else f"missing: {missing}; mismatched: {mismatched}"
+        return _answer(good, message, 200 if good else 400, missing=missing, mismatched=mismatched)
+
+    async def checksums(self, request: Request) -> Response:
+        body = Checksums.model_validate_json(await request.body() or b"{}")
+        return JSONResponse(await self._batcher.control(lambda worker: worker.checksums(body.module_names)))
+
+    async def release_memory(self, request: Request) -> Response:
+        await self._batcher.control(Worker.sleep)
+        return _answer(True, "memory released", 200, sleeping=True)
+
+    async def resume_memory(self, request: Request) -> Response:
+        await self._batcher.control(Worker.wake)
+        return _answer(True, "memory resumed", 200, sleeping=False)
+
+    async def liveness(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def health(self, request: Request) -> Response:
+        state = self._batcher.state
+        if state in ("ready", "asleep"):
+            return JSONResponse({"status": "ok", "state": state})
+        return JSONResponse({"status": state, "detail": self._batcher.failure or "loading the model"}, 503)
+
+    async def server_info(self, request: Request) -> Response:
+        batcher, worker = self._batcher, self._batcher.worker
+        info = {**self._info, "state": batcher.state, "waiting": batcher.num_waiting, "batches": batcher.num_batches}
+        if worker is not None:
+            cache = worker.prompt_cache
+            info |= {
+                "weight_version": worker.weight_version,
+                "samples": worker.num_samples,
+                "prompt_cache": {"hits": cache.num_hits, "misses": cache.num_misses, "bytes": cache.num_bytes},
+            }
+        return JSONResponse(info)
+
+    async def model_info(self, request: Request) -> Response:
+        components = self._batcher.components
+        return JSONResponse(
+            {
+                "model_path": str(components.folder),
+                "model_type": "diffusion",
+                "task_type": "T2I",
+                "family": components.family.name,
+                "architectures": [type(components.transformer).__name__],
+                "dtype": str(components.dtype).removeprefix("torch."),
+            }
+        )
+
+    def _updated(self, message: str, **more: Any) -> Response:
+        worker = self._batcher.worker
+        assert worker is not None
+        return _answer(True, message, 200, weight_version=worker.weight_version, **more)
+
+
+def create_app(batcher: Batcher, *, info: dict[str, Any], lifespan: StatelessLifespan[Starlette]) -> Starlette:
+    """The engine's application."""
+    e = Endpoints(batcher, info)
+    posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        "/rollout/generate": e.generate,
+        "/rollout/check_prompts": e.check_prompts,
+        "/update_weights_from_disk": e.update_from_disk,
+        "/update_weights_from_tensor": e.update_from_tensor,
+        "/update_weights_from_tensor_checker": e.check_tensors,
+        "/update_weights_from_shm": e.update_from_shm,
+        "/get_weights_checksum": e.checksums,
+        "/release_memory_occupation": e.release_memory,
+        "/resume_memory_occupation": e.resume_memory,
+    }
+    gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        "/health": e.health,
+        "/health_generate": e.health,
+        "/liveness": e.liveness,
+        "/server_info": e.server_info,
+        "/model_info": e.model_info,
+    }
+    routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
+    routes += [Route(path, handler, methods=["GET"]) for path, handler in gets.items()]
+    handlers: dict[Any, Any] = {ValidationError: _invalid, VerstError: _failed, Exception: _crashed}
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns when the client is gone; the body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ValidationError)
+    status, message = explain(error)
+    return _error(message, status)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    if isinstance(error, Unavailable):
+        return _error(str(error), 503, {"Retry-After": "1"})
+    if isinstance(error, Expired):
+        return _error(str(error), 504)
+    if isinstance(error, RequestError | PromptError | SyncError | ModelError | ConfigError):
+        return _error(str(error), 400)
+    assert isinstance(error, EngineError), error
+    return _error(str(error), 500)
+
+
+async def _crashed(request: Request, error: Exception) -> Response:
+    return _error(f"{type(error).__name__}: {error}", 500)
+
+
+def _answer(success: bool, message: str, status: int, **more: Any) -> Response:
+    return JSONResponse({"success": success, "message": message, **more}, status)
+
+
+def _error(message: str, status: int, headers: dict[str, str] | None = None) -> Response:
+    """`detail` is what generation errors have, `success` and `message` what weight errors have."""
+    return JSONResponse({"detail": message, "success": False, "message": message}, status, headers)

@@ -1,0 +1,251 @@
+"""A bounded queue before the one worker thread: joins requests into batches, keeps weight updates between them.
+
+    HTTP handlers ──generate──> queue ──batch──> worker thread (torch)
+    (asyncio)     ──control──>    "    ──call───>      "
+
+The queue lives on the event loop and is served in order of arrival: a request sent before an update is made with the
+weights before it. Only generation overtakes generation, and only into a batch that starts anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from verst.engine.request import GenerateRequest
+from verst.engine.resolve import Resolved, resolve
+from verst.engine.wire import encode_response
+from verst.engine.worker import Unavailable, Worker
+from verst.errors import EngineError
+from verst.families import Components
+
+T = TypeVar("T")
+State = Literal["loading", "ready", "asleep", "failed"]
+_Outcome = list[dict[str, Any]] | EngineError
+
+
+class Expired(EngineError):
+    """A request was not done within its time (HTTP 504)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Job:
+    resolved: Resolved
+    arrived: float
+    done: asyncio.Future[list[dict[str, Any]]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Control:
+    call: Callable[[Worker], Any]
+    done: asyncio.Future[Any]
+
+
+class Batcher:
+    """Takes requests on the event loop that `run` runs on. `run` ending, for whatever reason, is the engine's end."""
+
+    def __init__(
+        self,
+        make_worker: Callable[[], Worker],
+        *,
+        deterministic: bool,
+        max_batch: int,
+        queue_size: int,
+        request_timeout_s: float,
+    ) -> None:
+        """`make_worker` is called on the worker thread. `deterministic`: every request is a batch of its own."""
+        self._make_worker = make_worker
+        self._deterministic = deterministic
+        self._max_batch = max_batch
+        self._queue_size = queue_size
+        self._timeout_s = request_timeout_s
+        self._queue: deque[_Job | _Control] = deque()
+        self._arrival = asyncio.Event()
+        self._stopping = False
+        self._front: Components | None = None
+        self._failure: str | None = None
+        self.worker: Worker | None = None
+        """Belongs to the worker thread; only plain attributes may be read from elsewhere."""
+        self.num_batches = 0
+
+    @property
+    def state(self) -> State:
+        if self._failure is not None:
+            return "failed"
+        if self.worker is None:
+            return "loading"
+        return "asleep" if self.worker.asleep else "ready"
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine is dead; None while it lives."""
+        return self._failure
+
+    @property
+    def components(self) -> Components:
+        """The model for the event loop's own use: with tokenizers that the worker thread does not touch.
+
+        A fast tokenizer raises "Already borrowed" when two threads use it. Raises Unavailable, EngineError.
+        """
+        if self._failure is not None:
+            raise EngineError(f"the engine is dead: {self._failure}")
+        if self._front is None:
+            raise Unavailable("the engine is still loading its model")
+        return self._front
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(isinstance(item, _Job) for item in self._queue)
+
+    async def run(self) -> None:
+        """Load the model, then serve the queue until cancelled. Raises what ended it."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="verst-engine")
+        failure = "the engine was stopped"
+        try:
+            self.worker = await asyncio.get_running_loop().run_in_executor(pool, self._make_worker)
+            self._front = _front_components(self.worker.components)
+            while True:
+                await self._arrival.wait()
+                if not self._queue:
+                    self._arrival.clear()
+                    continue
+                await self._serve(pool, self.worker)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._stopping = True
+            self._failure = failure
+            for item in self._queue:
+                if not item.done.done():
+                    item.done.set_exception(EngineError(f"the engine is dead: {failure}"))
+            self._queue.clear()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def generate(self, request: GenerateRequest) -> bytes:
+        """The encoded response. Cancelling the call takes a waiting request out of the queue.
+
+        Raises RequestError or PromptError (400), Unavailable (503), Expired (504), EngineError (500).
+        """
+        components = self.components
+        if self.state == "asleep":
+            raise Unavailable("the engine has released its memory; resume it first")
+        if self.num_waiting >= self._queue_size:
+            raise Unavailable(f"{self._queue_size} requests are waiting already (engine.queue_size)")
+        job = _Job(resolved=resolve(request, components), arrived=time.perf_counter(), done=_new_future())
+        self._put(job)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                records = await job.done
+        except TimeoutError:
+            raise Expired(
+                f"the request was not done in {self._timeout_s} s, of which it may all have been waiting: "
+                "raise engine.request_timeout_s, or send fewer requests at a time"
+            ) from None
+        finally:
+            job.done.cancel()
+            if job in self._queue:
+                self._queue.remove(job)
+        return await asyncio.to_thread(encode_response, records)
+
+    async def control(self, call: Callable[[Worker], T]) -> T:
+        """`call(worker)` on the worker thread, between batches, in order of arrival. Raises what it raises."""
+        _ = self.components
+        item = _Control(call=call, done=_new_future())
+        self._put(item)
+        # Shielded: a weight update that has begun is finished even when its client goes away.
+        return await asyncio.shield(item.done)
+
+    def _put(self, item: _Job | _Control) -> None:
+        self._queue.append(item)
+        self._arrival.set()
+
+    async def _serve(self, pool: ThreadPoolExecutor, worker: Worker) -> None:
+        item = self._queue.popleft()
+        if isinstance(item, _Control):
+            await self._serve_control(pool, worker, item)
+            return
+        batch = [item, *self._companions(item)]
+        started = time.perf_counter()
+
+        def stopped() -> bool:
+            return self._stopping or all(job.done.done() for job in batch)
+
+        outcomes: list[_Outcome] | BaseException = await self._on_thread(
+            pool, lambda: worker.generate([job.resolved for job in batch], stopped=stopped)
+        )
+        self.num_batches += 1
+        if isinstance(outcomes, BaseException):
+            for job in batch:
+                _settle(job.done, outcomes)
+            await self._check_device(pool, worker, outcomes)
+            return
+        for job, outcome in zip(batch, outcomes, strict=True):
+            if not isinstance(outcome, EngineError):
+                outcome[0]["timings"]["queue"] = started - job.arrived
+            _settle(job.done, outcome)
+
+    async def _serve_control(self, pool: ThreadPoolExecutor, worker: Worker, item: _Control) -> None:
+        result = await self._on_thread(pool, lambda: item.call(worker))
+        _settle(item.done, result)
+
+    def _companions(self, head: _Job) -> list[_Job]:
+        """Waiting requests that fit into the batch of `head`, up to the next weight update; they leave the queue."""
+        if self._deterministic:
+            return []
+        rows, key, chosen = len(head.resolved.seeds), head.resolved.join_key, []
+        for item in self._queue:
+            if isinstance(item, _Control):
+                break
+            more = len(item.resolved.seeds)
+            if item.resolved.join_key == key and rows + more <= self._max_batch:
+                chosen.append(item)
+                rows += more
+        for job in chosen:
+            self._queue.remove(job)
+        return chosen
+
+    async def _on_thread(self, pool: ThreadPoolExecutor, call: Callable[[], Any]) -> Any:
+        """The call's result, or the exception it raised as a value."""
+        future = asyncio.get_running_loop().run_in_executor(pool, call)
+        await asyncio.wait({future})
+        error = future.exception()
+        if error is not None and not isinstance(error, Exception):
+            raise EngineError(f"the worker thread ended with {error!r}")
+        return future.result() if error is None else error
+
+    async def _check_device(self, pool: ThreadPoolExecutor, worker: Worker, cause: BaseException) -> None:
+        """After a failed batch: a device that computes no more (a CUDA fault is for good) ends the engine."""
+        problem = await self._on_thread(pool, worker.probe)
+        if isinstance(problem, Exception):
+            raise EngineError(f"the device computes no more ({problem}) since a batch failed: {cause}")
+
+
+def _new_future() -> asyncio.Future[Any]:
+    return asyncio.get_running_loop().create_future()
+
+
+def _settle(done: asyncio.Future[Any], outcome: Any) -> None:
+    if done.done():
+        return
+    if isinstance(outcome, BaseException):
+        done.set_exception(outcome)
+    else:
+        done.set_result(outcome)
+
+
+def _front_components(components: Components) -> Components:
+    modules = {
+        name: copy.deepcopy(part) if isinstance(part, PreTrainedTokenizerBase) else part
+        for name, part in components.modules.items()
+    }
+    return dataclasses.replace(components, modules=modules)

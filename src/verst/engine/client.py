@@ -1,0 +1,193 @@
+"""The client of an engine: asks, retries only what cannot have done harm, and checks what was really done. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+import httpx
+
+from verst.engine.request import GenerateRequest
+from verst.errors import EchoError, EngineError, RequestError, SyncError
+
+if TYPE_CHECKING:
+    from verst.weights.manifest import Certificate, Manifest
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
+
+
+class EngineClient:
+    """One engine (or a router before several). Use it on one event loop, and `close` it or use `async with`."""
+
+    def __init__(self, url: str, *, timeout_s: float = 900.0, busy_s: float = 600.0, refused_s: float = 10.0) -> None:
+        """timeout_s: one answer may take; busy_s: a 503 is tried again; refused_s: a refused connection is."""
+        self.url = url.rstrip("/")
+        self._busy_s = busy_s
+        self._refused_s = refused_s
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            timeout=httpx.Timeout(timeout_s, connect=10.0, pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=5.0),
+            # Engines are reached directly, whatever proxy the environment names.
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> EngineClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def generate(self, request: GenerateRequest) -> bytes:
+        """The raw msgpack response. Raises RequestError (refused), EngineError (failed, died, busy for too long)."""
+        body = request.model_dump(mode="json", exclude_none=True)
+        return (await self._post("/rollout/generate", body)).content
+
+    async def update_weights(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Make the engine take weights from shared memory; its certificate, compared with the manifest.
+
+        Raises SyncError when it did not take exactly these, EngineError when it failed.
+        """
+        from verst.weights.manifest import verify
+
+        try:
+            answer = (await self._post("/update_weights_from_shm", dict(manifest))).json()
+        except RequestError as error:
+            raise SyncError(f"engine {self.url} took no weights: {error}") from error
+        certificate: dict[str, Any] = answer["certificate"]
+        verify(cast("Manifest", manifest), cast("Certificate", certificate), engine=self.url)
+        return certificate
+
+    async def check_prompts(self, prompts: Sequence[str], *, max_sequence_length: int | None = None) -> list[str]:
+        """One line for each prompt that is longer than an encoder takes. Raises EngineError."""
+        body = {"prompts": list(prompts), "max_sequence_length": max_sequence_length}
+        problems: list[str] = (await self._post("/rollout/check_prompts", body)).json()
+        return problems
+
+    async def checksum(self, modules: Sequence[str] | None = None) -> dict[str, str]:
+        """module -> SHA-256 over its tensors. Raises EngineError."""
+        body = {"module_names": None if modules is None else list(modules)}
+        sums: dict[str, str] = (await self._post("/get_weights_checksum", body)).json()
+        return sums
+
+    async def release_memory(self) -> None:
+        await self._post("/release_memory_occupation", {})
+
+    async def resume_memory(self) -> None:
+        await self._post("/resume_memory_occupation", {})
+
+    async def health(self) -> bool:
+        """The engine is loaded and its worker lives; False as well when it cannot be reached. One attempt."""
+        try:
+            return (await self._http.get("/health", timeout=10.0)).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """Retries only what the engine cannot have begun: 503 and a refused connection."""
+        start, pause = time.monotonic(), _FIRST_PAUSE_S
+        while True:
+            try:
+                response = await self._http.post(path, json=body)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                problem, patience = f"cannot be reached: {error}", self._refused_s
+            except httpx.TransportError as error:
+                raise EngineError(f"engine {self.url} dropped {path}: {type(error).__name__} {error}") from error
+            else:
+                if response.status_code != 503:
+                    return self._checked(response, path)
+                problem, patience = f"is not available: {_message(response)}", self._busy_s
+            if time.monotonic() - start + pause > patience:
+                raise EngineError(f"engine {self.url} {problem} (tried for {patience} s)")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _checked(self, response: httpx.Response, path: str) -> httpx.Response:
+        if response.status_code >= 500:
+            raise EngineError(f"engine {self.url} failed at {path} ({response.status_code}): {_message(response)}")
+        if response.status_code >= 400:
+            raise RequestError(_message(response))
+        return response
+
+
+def check_echo(
+    request: GenerateRequest,
+    echo: Mapping[str, Any],
+    *,
+    weight_version: int | None = None,
+    sigmas: Sequence[float] | None = None,
+    model_dtype: str | None = None,
+) -> None:
+    """Raises EchoError naming the first parameter that the engine used differently from what was asked for.
+
+    `sigmas` ([T+1], compared as fp32), `weight_version` and `model_dtype` are compared where given.
+    """
+    expected = _expected(request)
+    if weight_version is not None:
+        expected["weight_version"] = weight_version
+    if model_dtype is not None:
+        expected["model_dtype"] = model_dtype
+    for name, value in expected.items():
+        _compare(name, value, echo)
+    if sigmas is not None:
+        _compare("sigmas", [_fp32(sigma) for sigma in sigmas], echo)
+
+
+def _expected(request: GenerateRequest) -> dict[str, Any]:
+    """What the echo must say: every value that was sent, and what follows from those left out."""
+    merged = request.merged()
+    expected = merged.model_dump(mode="json", exclude_none=True)
+    count, seeds = merged.num_samples, list(merged.sample_seeds())
+    expected |= {
+        "seeds": seeds,
+        "initial_seeds": list(merged.initial_seeds or seeds),
+        "prompts": list(merged.prompts or (merged.prompt,) * count),
+        "num_outputs_per_prompt": count,
+    }
+    if merged.generator_device == "cuda":
+        del expected["generator_device"]  # by the contract, the engine's own device
+    if merged.true_cfg_scale is not None:
+        expected["guidance_scale"] = merged.true_cfg_scale
+    if merged.long_prompts == "refuse":
+        expected["truncated_prompts"] = 0
+    if not merged.rollout:
+        return {name: value for name, value in expected.items() if not name.startswith("rollout_")}
+    steps = merged.num_inference_steps
+    if merged.rollout_sde_type == "ode":
+        expected["rollout_sde_step_indices"] = []
+    elif merged.rollout_sde_step_indices is None and steps is not None:
+        expected["rollout_sde_step_indices"] = list(range(steps))
+    if merged.rollout_return_step_indices is None and steps is not None:
+        expected["rollout_return_step_indices"] = list(range(steps + 1))
+    return expected
+
+
+def _compare(name: str, expected: Any, echo: Mapping[str, Any]) -> None:
+    if name not in echo:
+        raise EchoError(f"{name}: {expected!r} was asked for, the engine does not say what it used")
+    used = echo[name]
+    # False == 0 in Python, and is another answer.
+    if used != expected or isinstance(used, bool) != isinstance(expected, bool):
+        raise EchoError(f"{name}: {expected!r} was asked for, the engine used {used!r}")
+
+
+def _fp32(value: float) -> float:
+    number: float = struct.unpack("f", struct.pack("f", value))[0]
+    return number
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:500] or f"HTTP {response.status_code}"

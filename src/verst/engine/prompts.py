@@ -1,0 +1,59 @@
+"""Prompt embeddings that are used again: the samples of a group, and the prompts of an evaluation."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from verst.families import Components
+
+Row = dict[str, Tensor]
+"""Conditioning name -> [1, ...]"""
+
+
+class PromptCache:
+    """Least recently used rows go first; keyed by (prompt, max_sequence_length), on the model's device.
+
+    A prompt is always encoded alone, so its row has the same bits whatever else is asked for.
+    """
+
+    def __init__(self, *, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._rows: OrderedDict[tuple[str, int], Row] = OrderedDict()
+        self.num_bytes = 0
+        self.num_hits = 0
+        self.num_misses = 0
+
+    def rows(self, components: Components, prompts: Sequence[str], *, max_sequence_length: int) -> Row:
+        """Conditioning [B, ...] of `prompts`, in their order."""
+        found: dict[str, Row] = {}
+        for prompt in dict.fromkeys(prompts):
+            found[prompt] = self._row(components, prompt, max_sequence_length)
+        first = found[prompts[0]]
+        return {name: torch.cat([found[prompt][name] for prompt in prompts]) for name in first}
+
+    def clear(self) -> None:
+        self._rows.clear()
+        self.num_bytes = 0
+
+    def _row(self, components: Components, prompt: str, length: int) -> Row:
+        key = (prompt, length)
+        if key in self._rows:
+            self.num_hits += 1
+            self._rows.move_to_end(key)
+            return self._rows[key]
+        self.num_misses += 1
+        row = components.family.encode_prompts(components, [prompt], max_sequence_length=length)
+        self._rows[key] = row
+        self.num_bytes += _num_bytes(row)
+        while self.num_bytes > self._max_bytes and len(self._rows) > 1:
+            _, dropped = self._rows.popitem(last=False)
+            self.num_bytes -= _num_bytes(dropped)
+        return row
+
+
+def _num_bytes(row: Row) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in row.values())

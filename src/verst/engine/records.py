@@ -1,0 +1,118 @@
+"""The response records of one request, field for field as SGLang-Diffusion names them, and our additions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verst.engine.resolve import Resolved
+from verst.families.base import to_uint8
+from verst.types import Conditioning, StreamTrajectory
+
+_DEBUG_NAMES = {
+    "noise": "rollout_variance_noises",
+    "mean": "rollout_prev_sample_means",
+    "std": "rollout_noise_std_devs",
+    "model_output": "rollout_model_outputs",
+}
+
+
+def sample_records(
+    job: Resolved,
+    *,
+    streams: Sequence[str],
+    trajectories: Mapping[str, Sequence[StreamTrajectory]],
+    debug: Mapping[str, dict[str, dict[int, Tensor]]],
+    conditioning: Conditioning,
+    pixels: Tensor,
+    facts: dict[str, Any],
+    timings: dict[str, float],
+    request_id: str,
+    peak_memory_mb: float | None,
+) -> list[dict[str, Any]]:
+    """One record a sample. pixels: fp32 [B, F, 3, H, W] in [0, 1]; trajectories: stream -> one a sample.
+
+    `timings` (seconds) is shared by the records, so that the queue's share can be added later.
+    """
+    request = job.request
+    echo = {**job.echo(), **facts}
+    first, *others = streams
+    media = to_uint8(pixels).cpu() if request.media_format == "uint8" else None
+    initial_seeds = request.initial_seeds or job.seeds
+    records = []
+    for row, (prompt, seed) in enumerate(zip(job.prompts, job.seeds, strict=True)):
+        paths = {name: samples[row] for name, samples in trajectories.items()}
+        keep = request.rollout_return_dit_trajectory and bool(paths)
+        records.append(
+            {
+                "request_id": request_id,
+                "prompt": prompt,
+                "seed": seed,
+                "initial_seed": initial_seeds[row],
+                "generated_output": _channels_first(pixels[row]) if media is None else None,
+                "media": None if media is None else media[row],
+                "fps": request.fps,
+                "stream": first,
+                "rollout_log_probs": paths[first].log_probs if paths else None,
+                "rollout_debug_tensors": _debug(debug[first], row) if paths and request.rollout_debug_mode else None,
+                "denoising_env": _environment(job, conditioning, row),
+                "dit_trajectory": _trajectory(paths[first]) if keep else None,
+                "extra_streams": {
+                    name: {**_trajectory(paths[name]), "log_probs": paths[name].log_probs} for name in others if keep
+                },
+                "inference_time_s": sum(timings.values()),
+                "peak_memory_mb": None if request.suppress_logs else peak_memory_mb,
+                "echo": echo,
+                "weight_version": facts["weight_version"],
+                "timings": timings,
+            }
+        )
+    return records
+
+
+def _channels_first(pixels: Tensor) -> Tensor:
+    """[F, 3, H, W] -> [3, H, W] for an image, [3, F, H, W] for a video."""
+    return pixels[0].cpu() if len(pixels) == 1 else pixels.transpose(0, 1).cpu()
+
+
+def _trajectory(path: StreamTrajectory) -> dict[str, Tensor]:
+    """`timesteps` are those of the kept latents, as in the contract; `grid_timesteps` are all."""
+    return {
+        "latents": path.latents,
+        "latent_step_indices": path.latent_step_indices,
+        "timesteps": path.timesteps[path.latent_step_indices],
+        "grid_timesteps": path.timesteps,
+        "sigmas": path.sigmas,
+    }
+
+
+def _debug(tensors: dict[str, dict[int, Tensor]], row: int) -> dict[str, Tensor]:
+    """name -> [S, ...] over the S stochastic steps, whose indices are `rollout_debug_step_indices` [S]."""
+    if not tensors:
+        return {"rollout_debug_step_indices": torch.zeros(0, dtype=torch.int64)}
+    steps = sorted(tensors["mean"])
+    out = {"rollout_debug_step_indices": torch.tensor(steps, dtype=torch.int64)}
+    for name, values in tensors.items():
+        stacked = torch.stack([values[step][row] for step in steps])
+        out[_DEBUG_NAMES[name]] = stacked.flatten(1) if name == "std" else stacked
+    return out
+
+
+def _environment(job: Resolved, conditioning: Conditioning, row: int) -> dict[str, Any] | None:
+    """What the transformer was told; with `share_denoising_env` all rows, batched, with the first sample."""
+    if not (job.request.rollout and job.request.rollout_return_denoising_env):
+        return None
+    shared = job.request.share_denoising_env
+    if shared and row > 0:
+        return None
+    part: slice | int = slice(None) if shared else row
+    negative = conditioning.negative
+    return {
+        "image_kwargs": {},
+        "pos_cond_kwargs": {name: t[part].cpu() for name, t in conditioning.positive.items()},
+        "neg_cond_kwargs": None if negative is None else {name: t[part].cpu() for name, t in negative.items()},
+        "guidance": None,
+    }

@@ -1,0 +1,185 @@
+"""An engine as a server: in a background thread of an actor process, or as the process of `verst serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import torch
+import uvicorn
+from starlette.applications import Starlette
+
+import verst
+from verst.engine.app import create_app
+from verst.engine.batching import Batcher
+from verst.engine.worker import Worker
+from verst.errors import ConfigError, EngineError
+
+_log = logging.getLogger(__name__)
+
+
+class EngineServer:
+    """One model, one port, one event loop. `start` and `stop` from any thread, or `serve_forever` from the main one."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        deterministic: bool = True,
+        max_batch: int = 64,
+        queue_size: int = 64,
+        threads: int = 0,
+        request_timeout_s: float = 600.0,
+        prompt_cache_bytes: int = 256 * 2**20,
+    ) -> None:
+        """port 0 takes any free one; threads 0 leaves torch's number as it is."""
+        self._folder, self._dtype, self._device = folder, dtype, torch.device(device)
+        self._host, self._port = host, port
+        self._deterministic, self._threads = deterministic, threads
+        self._prompt_cache_bytes = prompt_cache_bytes
+        self._limits = {"max_batch": max_batch, "queue_size": queue_size}
+        self._request_timeout_s = request_timeout_s
+        self._socket: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self._server: uvicorn.Server | None = None
+        self._batcher: Batcher | None = None
+
+    @property
+    def url(self) -> str:
+        """Known once the port is bound."""
+        if self._socket is None:
+            raise EngineError("the engine server is not started, so it has no address yet")
+        host, port = self._socket.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def start(self) -> None:
+        """Bind and serve from a background thread; the model loads meanwhile (`wait_ready`).
+
+        Raises ConfigError when the port or the address cannot be had.
+        """
+        self._bind()
+        self._thread = threading.Thread(target=self._serve, name="verst-engine-http", daemon=True)
+        self._thread.start()
+
+    def serve_forever(self) -> None:
+        """Bind and serve from this, the main thread, until SIGINT or SIGTERM. Raises ConfigError like `start`."""
+        self._bind()
+        self._serve()
+
+    def wait_ready(self, timeout_s: float = 600.0) -> None:
+        """Returns when the model is loaded. Raises EngineError when it cannot be, or not in time."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            batcher = self._batcher
+            if batcher is not None and batcher.failure is not None:
+                raise EngineError(f"the engine could not start: {batcher.failure}")
+            if batcher is not None and batcher.state != "loading":
+                return
+            if self._thread is not None and not self._thread.is_alive():
+                raise EngineError("the engine's server thread ended while it was starting")
+            time.sleep(0.01)
+        raise EngineError(f"the engine did not load {self._folder} in {timeout_s} s")
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Stop serving, after at most one more denoising step. Twice is no fault."""
+        if self._server is not None:
+            self._server.should_exit = True
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise EngineError(f"the engine's server thread did not end in {timeout_s} s")
+            self._thread = None
+        if self._socket is not None:
+            self._socket.close()
+
+    def _bind(self) -> None:
+        family, kind, proto, _, address = _resolve(self._host, self._port)
+        sock = socket.socket(family, kind, proto)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(address)
+            # Two sockets can be bound to one port until one of them listens.
+            sock.listen(2048)
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"engine.port = {self._port} is in use on {self._host}: choose another engine.port, or 0 for any free one"
+                ) from error
+            raise ConfigError(
+                f"engine.host = {self._host!r}, engine.port = {self._port} cannot be listened on: {error.strerror}"
+            ) from error
+        self._socket = sock
+
+    def _serve(self) -> None:
+        assert self._socket is not None
+        config = uvicorn.Config(
+            self._app(),
+            log_level="warning",
+            lifespan="on",
+            timeout_graceful_shutdown=5,
+            # Longer than clients keep idle connections, so that none is closed under a request.
+            timeout_keep_alive=75,
+        )
+        self._server = uvicorn.Server(config)
+        self._server.run(sockets=[self._socket])
+
+    def _app(self) -> Starlette:
+        batcher = Batcher(
+            self._load,
+            deterministic=self._deterministic,
+            request_timeout_s=self._request_timeout_s,
+            **self._limits,
+        )
+        self._batcher = batcher
+        info = {
+            "version": verst.__version__,
+            "torch": torch.__version__,
+            "model_path": str(self._folder),
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "device": str(self._device),
+            "deterministic": self._deterministic,
+            **self._limits,
+        }
+
+        @contextlib.asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            task = asyncio.create_task(batcher.run(), name="verst-engine-batcher")
+            task.add_done_callback(_log_end)
+            yield
+            task.cancel()
+            await asyncio.wait({task})
+
+        return create_app(batcher, info=info, lifespan=lifespan)
+
+    def _load(self) -> Worker:
+        if self._threads > 0:
+            torch.set_num_threads(self._threads)
+        if self._deterministic:
+            torch.backends.cudnn.benchmark = False
+            torch.backends.cudnn.deterministic = True
+        return Worker(self._folder, dtype=self._dtype, device=self._device, prompt_cache_bytes=self._prompt_cache_bytes)
+
+
+def _resolve(host: str, port: int) -> tuple[int, int, int, str, tuple[str | int, ...]]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise ConfigError(f"engine.host = {host!r} is no address of this machine: {error.strerror}") from error
+    return found[0]  # type: ignore[return-value]
+
+
+def _log_end(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        _log.error("the engine ended", exc_info=task.exception())

@@ -1,0 +1,288 @@
+"""The model behind an engine: encode, denoise, decode; weights in, checksums out. No HTTP, one thread."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verst.engine import module_weights
+from verst.engine.prompts import PromptCache
+from verst.engine.records import sample_records
+from verst.engine.resolve import Resolved
+from verst.errors import EngineError, RequestError
+from verst.families import ALL_PARTS, recognise
+from verst.flow.controller import FlowRolloutController, join_transitions, make_transition
+from verst.flow.denoise import denoise
+from verst.flow.noise import SampleNoise
+from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
+from verst.types import Conditioning, Latents
+from verst.weights.lora import LoraSpec, attach_lora
+from verst.weights.manifest import Certificate, Manifest
+from verst.weights.receive import apply_manifest
+
+Schedulers = Mapping[str, FlowMatchEulerDiscreteScheduler]
+Controllers = dict[str, FlowRolloutController]
+
+
+class Unavailable(EngineError):
+    """The engine cannot take the request now, but will later (HTTP 503)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """The rows of one request in a batch."""
+
+    job: Resolved
+    rows: slice
+    noise: SampleNoise
+    controllers: Controllers
+    """stream -> controller; empty for plain sampling."""
+
+
+class Worker:
+    """Owns the loaded model and its weight version. Every method runs on the engine's one worker thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        prompt_cache_bytes: int = 256 * 2**20,
+    ) -> None:
+        """Raises ModelError for a folder that cannot be loaded."""
+        self.family = recognise(folder)
+        self.device = torch.device(device)
+        self.components = self.family.load(folder, parts=ALL_PARTS, dtype=dtype, device=self.device)
+        self.prompt_cache = PromptCache(max_bytes=prompt_cache_bytes)
+        self.weight_version = -1
+        """-1 until weights are handed over for the first time."""
+        self.asleep = False
+        self.num_samples = 0
+        """Made since the start."""
+
+    def generate(
+        self, jobs: Sequence[Resolved], *, stopped: Callable[[], bool] = lambda: False
+    ) -> list[list[dict[str, Any]] | EngineError]:
+        """The samples' records of each request of one batch, in order; all requests have one `join_key`.
+
+        A request whose numbers are not finite gets an EngineError in its place. Raises EngineError when `stopped`
+        says so between two steps, Unavailable while memory is released.
+        """
+        if self.asleep:
+            raise Unavailable("the engine has released its memory; resume it first")
+        start = self._clock()
+        conditioning = self._encode(jobs)
+        encoded = self._clock()
+        schedulers, batch, final = self._denoise(jobs, conditioning, stopped)
+        denoised = self._clock()
+        seconds = {"encode": encoded - start, "denoise": denoised - encoded}
+        return [self._finish(part, schedulers, conditioning, final, seconds) for part in batch]
+
+    def _encode(self, jobs: Sequence[Resolved]) -> Conditioning:
+        length = jobs[0].max_sequence_length
+        prompts = [prompt for job in jobs for prompt in job.prompts]
+        positive = self.prompt_cache.rows(self.components, prompts, max_sequence_length=length)
+        negative = None
+        if jobs[0].guided:
+            negatives = [job.negative_prompt for job in jobs for _ in job.prompts]
+            negative = self.prompt_cache.rows(self.components, negatives, max_sequence_length=length)
+        return Conditioning(positive=positive, negative=negative)
+
+    def _denoise(
+        self, jobs: Sequence[Resolved], conditioning: Conditioning, stopped: Callable[[], bool]
+    ) -> tuple[Schedulers, list[_Row], Latents]:
+        first = jobs[0]
+        schedulers = self.family.schedule(
+            self.components, first.geometry, num_steps=first.num_steps, shift=first.request.sigma_shift
+        )
+        shapes = self.family.latent_shapes(self.components, first.geometry)
+        batch = self._rows(jobs, schedulers)
+        parts = [{name: part.noise.initial(shape) for name, shape in shapes.items()} for part in batch]
+        latents = {name: torch.cat([part[name] for part in parts]).to(self.device) for name in shapes}
+        if first.request.rollout:
+            latents = {name: x.to(first.storage_dtype).float() for name, x in latents.items()}
+
+        def velocity(x: Latents, sigmas: dict[str, Tensor]) -> Latents:
+            if stopped():
+                raise EngineError("the batch was stopped: nobody waits for it any more, or the engine is shutting down")
+            return self.family.velocity(
+                self.components.transformer, x, sigmas, conditioning, guidance_scale=first.guidance_scale
+            )
+
+        transitions = {
+            name: join_transitions([(len(part.job.seeds), part.controllers[name]) for part in batch])
+            for name in (shapes if first.request.rollout else ())
+        }
+        return schedulers, batch, denoise(velocity, latents, schedulers, transitions=transitions)
+
+    def _rows(self, jobs: Sequence[Resolved], schedulers: Schedulers) -> list[_Row]:
+        batch, done = [], 0
+        for job in jobs:
+            device = self.device if job.generator_device == "cuda" else torch.device("cpu")
+            noise = SampleNoise(job.seeds, device=device, initial_seeds=job.request.initial_seeds)
+            controllers = {}
+            if job.request.rollout:
+                controllers = {name: _controller(job, noise, s.sigmas) for name, s in schedulers.items()}
+            rows = slice(done, done + len(job.seeds))
+            batch.append(_Row(job=job, rows=rows, noise=noise, controllers=controllers))
+            done = rows.stop
+        return batch
+
+    def _finish(
+        self, part: _Row, schedulers: Schedulers, conditioning: Conditioning, final: Latents, seconds: dict[str, float]
+    ) -> list[dict[str, Any]] | EngineError:
+        """Decode one request's rows by themselves: the same shape whatever it was joined with."""
+        start = self._clock()
+        latents = {name: x[part.rows] for name, x in final.items()}
+        trajectories = {
+            name: controller.finalize(latents[name], timesteps=schedulers[name].timesteps)
+            for name, controller in part.controllers.items()
+        }
+        broken = [f"final latents ({name})" for name, x in latents.items() if not x.isfinite().all()]
+        broken += [
+            f"log-probs ({name})"
+            for name, samples in trajectories.items()
+            if not all(sample.log_probs.isfinite().all() for sample in samples)
+        ]
+        pixels = None if broken else self.family.decode_pixels(self.components, latents)
+        if pixels is None or not pixels.isfinite().all():
+            return EngineError(
+                f"{', '.join(broken or ['decoded pixels'])} of the samples with seeds {list(part.job.seeds)} are not "
+                f"finite (weights of version {self.weight_version}, {self.components.dtype})"
+            )
+        self.num_samples += len(part.job.seeds)
+        timings = {**seconds, "decode": self._clock() - start}
+        scheduler = schedulers[self.family.streams[0]]
+        facts = {
+            "sigmas": scheduler.sigmas.tolist(),
+            "sigma_shift": scheduler.shift,
+            "model_dtype": str(self.components.dtype).removeprefix("torch."),
+            "device": self.device.type,
+            "batch_rows": len(final[self.family.streams[0]]),
+            "weight_version": self.weight_version,
+        }
+        return sample_records(
+            part.job,
+            streams=self.family.streams,
+            trajectories=trajectories,
+            debug={name: c.debug_tensors for name, c in part.controllers.items()},
+            conditioning=conditioning.rows(part.rows),
+            pixels=pixels,
+            facts=facts,
+            timings=timings,
+            request_id=str(uuid.uuid4()),
+            peak_memory_mb=self._peak_memory_mb(),
+        )
+
+    def _clock(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _peak_memory_mb(self) -> float | None:
+        return torch.cuda.max_memory_allocated(self.device) / 2**20 if self.device.type == "cuda" else None
+
+    def probe(self) -> None:
+        """Raises RuntimeError when the device no longer computes (after a failed batch)."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if (torch.ones(2, device=self.device) + 1).sum().item() != 4:
+            raise RuntimeError(f"{self.device} adds wrongly")
+
+    def attach_lora(self, spec: LoraSpec) -> int:
+        """Wrap the transformer's target layers; returns how many."""
+        number = attach_lora(self.components.transformer, spec)
+        self.components.transformer.requires_grad_(False)
+        return number
+
+    def update_from_manifest(self, manifest: Manifest) -> Certificate:
+        """Take the transformer's weights out of the sender's shared memory. Raises SyncError; then nothing changed."""
+        certificate = apply_manifest(manifest, self.components.transformer)
+        self.weight_version = certificate["version"]
+        return certificate
+
+    def update_from_folder(self, folder: Path, *, modules: Sequence[str], version: int | None = None) -> int:
+        """Copy all weights of `modules` from a diffusers folder; returns the number of tensors.
+
+        Raises SyncError, before anything is changed, when names, shapes or values are not right.
+        """
+        files = [(name, module_weights.read_folder(folder, name)) for name in modules]
+        return self._update(files, complete=True, version=version)
+
+    def update_from_tensors(self, tensors: Mapping[str, Tensor], *, module: str, version: int | None = None) -> int:
+        """Copy some of a module's tensors. Raises SyncError like `update_from_folder`."""
+        return self._update([(module, tensors)], complete=False, version=version)
+
+    def _update(
+        self, updates: Sequence[tuple[str, Mapping[str, Tensor]]], *, complete: bool, version: int | None
+    ) -> int:
+        copies = [
+            copy
+            for name, tensors in updates
+            for copy in module_weights.plan_copies(self._module(name), tensors, where=name, complete=complete)
+        ]
+        with torch.no_grad():
+            for own, value in copies:
+                own.copy_(value)
+        self.weight_version = self.weight_version + 1 if version is None else version
+        self.prompt_cache.clear()
+        return len(copies)
+
+    def checksums(self, names: Sequence[str] | None = None) -> dict[str, str]:
+        """module -> SHA-256 over its tensors; "not_found" for a module that there is not."""
+        modules = self.modules
+        return {
+            name: module_weights.checksum(modules[name]) if name in modules else "not_found"
+            for name in (modules if names is None else names)
+        }
+
+    def tensor_hashes(self, module: str) -> dict[str, str]:
+        """tensor -> SHA-256 over its dtype, shape and bytes. Raises RequestError for an unknown module."""
+        return {name: module_weights.tensor_hash(t) for name, t in self._module(module).state_dict().items()}
+
+    def sleep(self) -> None:
+        """Move all modules to the CPU and forget prompt embeddings. Twice is no fault."""
+        self._move(torch.device("cpu"))
+        self.prompt_cache.clear()
+        self.asleep = True
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        self._move(self.device)
+        self.asleep = False
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        return {name: m for name, m in self.components.modules.items() if isinstance(m, nn.Module)}
+
+    def _move(self, device: torch.device) -> None:
+        for module in self.modules.values():
+            module.to(device)
+
+    def _module(self, name: str) -> nn.Module:
+        if name not in self.modules:
+            raise RequestError(f"the model has no module {name!r}; it has {', '.join(self.modules)}")
+        return self.modules[name]
+
+
+def _controller(job: Resolved, noise: SampleNoise, sigmas: Tensor) -> FlowRolloutController:
+    request = job.request
+    return FlowRolloutController(
+        transition=make_transition(request.rollout_sde_type, request.rollout_noise_level),
+        sigmas=sigmas,
+        noise=noise,
+        sde_step_indices=job.sde_steps,
+        return_step_indices=job.return_steps if request.rollout_return_dit_trajectory else (),
+        storage_dtype=job.storage_dtype,
+        log_prob_no_const=request.rollout_log_prob_no_const,
+        debug=request.rollout_debug_mode,
+    )
