@@ -20,12 +20,12 @@ _INK, _PAPER = (40, 40, 40), (255, 255, 255)
 def grid(images: np.ndarray, captions: Sequence[str] | None = None, *, columns: int | None = None) -> np.ndarray:
     """One picture uint8 [H', W', 3] of uint8 [N, H, W, 3], row by row, each with its caption below.
 
-    columns: unset = about as many as rows. Raises ValueError for other shapes, N = 0, or other than N captions.
+    columns: unset = as many as rows, or one more. Raises ValueError for other shapes, N = 0, or other than N captions.
     """
     _check(images, captions)
     images = _enlarge(images)
     num, height, width, _ = images.shape
-    columns = min(num, columns or math.ceil(math.sqrt(num * height / width)))
+    columns = min(num, columns or math.ceil(math.sqrt(num)))
     rows = math.ceil(num / columns)
     caption_px = 0 if captions is None else _FONT_PX + 4
     size = (columns * (width + _GAP) + _GAP, rows * (height + caption_px + _GAP) + _GAP)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -44,8 +43,8 @@ class ProgressState:
     """Last one done."""
     rewards: list[float] = field(default_factory=list)
     heldout: list[float] = field(default_factory=list)
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=10))
-    """Of the last iterations."""
+    seconds: list[float] = field(default_factory=list)
+    """Wall time of each iteration of this process."""
     stages: dict[str, float] = field(default_factory=dict)
     """Seconds of the last iteration by stage."""
 
@@ -58,16 +57,14 @@ class ProgressState:
         ):
             if name in metrics:
                 values.append(metrics[name])
-        for stage in _STAGES:
-            if f"perf/{stage}_s" in metrics:
-                self.stages[stage] = metrics[f"perf/{stage}_s"]
+        # A new dict: the display's thread may be walking through the old one.
+        self.stages = {stage: metrics[f"perf/{stage}_s"] for stage in _STAGES if f"perf/{stage}_s" in metrics}
 
     @property
     def eta_s(self) -> float | None:
         """Seconds to go at the pace of the last iterations; None before the first."""
-        if not self.seconds:
-            return None
-        return (self.total - self.iteration) * sum(self.seconds) / len(self.seconds)
+        last = self.seconds[-10:]
+        return (self.total - self.iteration) * sum(last) / len(last) if last else None
 
 
 def make_progress(
@@ -141,6 +138,7 @@ def panel(state: ProgressState, status: str) -> Panel:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column()
+    table.add_row("progress", ProgressBar(total=state.total, completed=state.iteration, width=40))
     if state.rewards:
         mean = moving_mean(state.rewards)
         table.add_row("reward", f"{state.rewards[-1]:.3f}, mean of {WINDOW}: {mean[-1]:.3f}  {sparkline(mean, 40)}")
@@ -152,13 +150,7 @@ def panel(state: ProgressState, status: str) -> Panel:
         table.add_row("time left", duration(state.eta_s))
     if status:
         table.add_row("now", Text(status))
-    bar = ProgressBar(total=state.total, completed=state.iteration)
-    return Panel(
-        Group(bar, table),
-        title=Text(state.name),
-        subtitle=f"iteration {state.iteration} of {state.total}",
-        expand=False,
-    )
+    return Panel(table, title=Text(state.name), subtitle=f"iteration {state.iteration} of {state.total}", expand=False)
 
 
 def sparkline(values: list[float], width: int) -> str:
