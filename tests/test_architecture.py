@@ -1,0 +1,168 @@
+"""Who may import whom, what may import torch and ray, and how long files and functions may be."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "verst"
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+
+EVERYBODY = {"errors", "types"}
+"""Level-0 modules without imports of verst. `types` is not for the packages without torch: it names Tensor."""
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "types": set(),
+    "config": set(),
+    "obs": set(),
+    "flow": set(),
+    "weights": set(),
+    "rewards": {"config"},
+    "router": {"config", "obs"},
+    "dashboard": {"obs"},
+    "families": {"config", "flow"},
+    "algorithms": {"config", "flow"},
+    "engine": {"config", "obs", "flow", "families", "weights"},
+    "trainer": {"config", "obs", "flow", "families", "weights", "algorithms"},
+    # flow: the seeds of samples and the steps of a group are drawn by the rollout side, without any model.
+    "rollout": {"config", "obs", "flow", "algorithms", "rewards", "engine"},
+    "cluster": {"config", "obs", "engine", "router", "trainer", "rollout", "rewards"},
+}
+_ALL = set(MAY_IMPORT)
+MAY_IMPORT["loops"] = _ALL
+MAY_IMPORT["cli"] = _ALL | {"loops"}
+"""Package -> packages it may import besides itself and EVERYBODY; the table of the design."""
+ONLY_MODULES = {("rollout", "engine"): {"wire", "client"}}
+"""(importer, imported) -> the only modules of the imported package that it may see."""
+WITHOUT_TORCH = {"config", "obs", "router", "dashboard"}
+CLI_AT_MODULE_LEVEL = {"cli", "config", "errors"}
+
+Import = tuple[Path, int, str, bool]
+"""File, line, dotted name, and whether it is run when the file is imported."""
+
+
+def sources() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def package(path: Path) -> str:
+    """`flow` for flow/noise.py, `types` for types.py, `verst` for the root."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return "verst" if parts == ("__init__",) else parts[0]
+
+
+def imports(path: Path) -> Iterator[Import]:
+    def walk(node: ast.AST, at_import: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((path, child.lineno, alias.name, at_import) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = _absolute(path, child)
+                # `from verst.engine import wire` may name a module: the longer name says more.
+                yield from ((path, child.lineno, f"{base}.{alias.name}", at_import) for alias in child.names)
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from walk(child, at_import and not inside)
+
+    return walk(ast.parse(path.read_text()), at_import=True)
+
+
+def _absolute(path: Path, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    folder = ("verst", *path.relative_to(SOURCE).parts)[: -node.level]
+    return ".".join((*folder, *filter(None, [node.module])))
+
+
+def all_imports() -> list[Import]:
+    return [found for path in sources() for found in imports(path)]
+
+
+def place(path: Path, line: int) -> str:
+    return f"{path.relative_to(SOURCE.parent)}:{line}"
+
+
+def test_packages_import_only_what_their_row_names():
+    wrong = []
+    for path, line, name, _ in all_imports():
+        importer, (root, *rest) = package(path), name.split(".")
+        if root != "verst" or importer == "verst" or name in ("verst", "verst.__version__"):
+            continue
+        allowed = MAY_IMPORT[importer] | EVERYBODY | {importer}
+        if importer in WITHOUT_TORCH | {"errors"}:
+            allowed -= {"types"}
+        imported = rest[0]
+        only = ONLY_MODULES.get((importer, imported))
+        if imported not in allowed or (only and (len(rest) < 2 or rest[1] not in only)):
+            wrong.append(f"{place(path, line)}: {importer} must not import {name}")
+    assert wrong == []
+
+
+def test_every_package_has_a_row():
+    assert {package(path) for path in sources()} - {"verst"} <= set(MAY_IMPORT)
+
+
+def test_only_cluster_imports_ray():
+    assert [place(p, line) for p, line, name, _ in all_imports() if _is(name, "ray") and package(p) != "cluster"] == []
+
+
+def test_torch_stays_out_of_the_light_packages():
+    heavy = ("torch", "diffusers", "transformers")
+    assert [
+        f"{place(path, line)}: {name}"
+        for path, line, name, _ in all_imports()
+        if package(path) in WITHOUT_TORCH and any(_is(name, module) for module in heavy)
+    ] == []
+
+
+def test_the_command_line_imports_the_recipe_alone_before_it_has_parsed():
+    wrong = []
+    for path, line, name, at_import in all_imports():
+        root, *rest = name.split(".")
+        if (
+            package(path) == "cli"
+            and at_import
+            and (root == "torch" or (root == "verst" and rest[0] not in CLI_AT_MODULE_LEVEL))
+        ):
+            wrong.append(f"{place(path, line)}: {name}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", [*sorted(WITHOUT_TORCH), "cli"])
+def test_importing_a_light_package_loads_nothing_heavy(name):
+    """The whole package, with what it imports in turn: the table looks at verst's own files only."""
+    modules = [
+        ".".join(("verst", *path.relative_to(SOURCE).with_suffix("").parts))
+        for path in sources()
+        if package(path) == name
+    ]
+    if not modules:
+        pytest.skip(f"there is no package {name}")
+    code = f"import sys, {', '.join(modules)}; print(*sorted({{'torch', 'ray', 'diffusers'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_files_are_small():
+    lengths = {place(path, 1): len(path.read_text().splitlines()) for path in sources()}
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
+
+
+def test_functions_are_small():
+    functions = (
+        (path, node)
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    lengths = {
+        f"{place(path, node.lineno)} {node.name}": (node.end_lineno or 0) - node.lineno + 1 for path, node in functions
+    }
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES} == {}
+
+
+def _is(name: str, module: str) -> bool:
+    return name == module or name.startswith(module + ".")
