@@ -1,1 +1,1 @@
-"""."""
+"""The command line. Nothing heavy is imported before the arguments are parsed."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 
 from verst.config.recipe import RlRecipe
@@ -82,10 +83,11 @@ class TrainerActor(Process):
         self._store: Any = None
         self._trainer: RlTrainer | None = None
 
-    def open(self, host: str) -> int:
-        """Rank 0: the port of the store."""
+    def open(self) -> tuple[str, int]:
+        """Rank 0: host and port of the store."""
+        host = "127.0.0.1" if self._recipe.cluster.address is None else ray.util.get_node_ip_address()
         self._store = open_store(host, 0, rank=0, world_size=self._recipe.trainer.ranks)
-        return int(self._store.port)
+        return host, int(self._store.port)
 
     def build(self, host: str, port: int) -> None:
         world_size = self._recipe.trainer.ranks

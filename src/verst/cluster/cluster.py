@@ -87,7 +87,7 @@ class Cluster:
             options: dict[str, Any] = {"num_cpus": plan[role].cpus, "num_gpus": plan[role].gpus}
             if restarts:
                 options |= {"max_restarts": restarts, "max_task_retries": restarts}
-            actor = ray.remote(cls).options(**options).remote(*args, **kwargs)
+            actor: Any = ray.remote(cls).options(**options).remote(*args, **kwargs)
             self._actors.append(actor)
             return actor
 
@@ -109,7 +109,7 @@ class Cluster:
             )
             for reward in recipe.rewards
         }
-        self.trainer = TrainerGroup(recipe, ranks)
+        self.trainer = TrainerGroup(ranks)
         urls, _, _ = await asyncio.gather(
             all_of([e.start.remote(_START_TIMEOUT_S) for e in self._engines], roles=["engine"] * len(self._engines)),
             self.trainer.build(),
@@ -165,14 +165,12 @@ class Cluster:
 class TrainerGroup:
     """All trainer ranks as one."""
 
-    def __init__(self, recipe: RlRecipe, ranks: Sequence[Any]) -> None:
-        self._recipe = recipe
+    def __init__(self, ranks: Sequence[Any]) -> None:
         self.ranks = list(ranks)
         self._roles = [f"trainer rank {i}" for i in range(len(ranks))]
 
     async def build(self) -> None:
-        host = "127.0.0.1" if self._recipe.cluster.address is None else ray.util.get_node_ip_address()
-        port = await result_of(self.ranks[0].open.remote(host), role=self._roles[0])
+        host, port = await result_of(self.ranks[0].open.remote(), role=self._roles[0])
         await self._all("build", host, port)
 
     async def update(self, shares: Sequence[list[list[PairBlock]]]) -> UpdateMetrics:

@@ -1,4 +1,4 @@
-"""The client of an engine: asks, retries only what cannot have done harm, and checks what was really done. No torch."""
+"""The client of an engine: asks, retries only what cannot have done harm, and checks what was really done."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import httpx
 
 from verst.engine.request import GenerateRequest
 from verst.errors import EchoError, EngineError, RequestError, SyncError
+from verst.weights.manifest import Certificate, Manifest, verify
 
 if TYPE_CHECKING:
     from verst.weights.manifest import Certificate, Manifest
@@ -58,7 +59,6 @@ class EngineClient:
 
         Raises SyncError when it did not take exactly these, EngineError when it failed.
         """
-        from verst.weights.manifest import verify
 
         try:
             answer = (await self._post("/update_weights_from_shm", dict(manifest))).json()

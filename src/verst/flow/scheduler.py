@@ -22,7 +22,11 @@ class StepTransition(Protocol):
     ) -> Tensor: ...
 
 
-class FlowMatchEulerDiscreteScheduler(upstream.FlowMatchEulerDiscreteScheduler):
+_Upstream: Any = upstream.FlowMatchEulerDiscreteScheduler
+"""Untyped: its annotations name numpy arrays and FloatTensor where it holds and takes tensors."""
+
+
+class FlowMatchEulerDiscreteScheduler(_Upstream):
     """One object for each request: its grid and step index are that request's own."""
 
     sigmas: Tensor
@@ -30,7 +34,7 @@ class FlowMatchEulerDiscreteScheduler(upstream.FlowMatchEulerDiscreteScheduler):
     timesteps: Tensor
     """[T] fp32."""
 
-    def step(  # type: ignore[override]
+    def step(
         self,
         model_output: Tensor,
         timestep: Tensor,
@@ -60,4 +64,4 @@ class FlowMatchEulerDiscreteScheduler(upstream.FlowMatchEulerDiscreteScheduler):
         self._step_index = index + 1
         if not return_dict:
             return (next_sample,)
-        return upstream.FlowMatchEulerDiscreteSchedulerOutput(prev_sample=cast(torch.FloatTensor, next_sample))
+        return upstream.FlowMatchEulerDiscreteSchedulerOutput(prev_sample=cast(Any, next_sample))

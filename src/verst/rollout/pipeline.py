@@ -31,6 +31,8 @@ class StageSeconds:
     """Wall seconds of a rollout, and the sum of each stage over its microgroups (stages overlap)."""
 
     total: float
+    last_generated: float
+    """From the start to the last engine answer; what follows is parsing and scoring alone."""
     stages: dict[str, float] = field(default_factory=dict)
 
 
@@ -60,10 +62,13 @@ class Pipeline:
                 jobs = [group.create_task(self._microgroup(task, stages)) for task in tasks]
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from failures
-        return [job.result() for job in jobs], StageSeconds(total=time.perf_counter() - started, stages=stages)
+        generated = stages.pop("last_generated") - started
+        total = time.perf_counter() - started
+        return [job.result() for job in jobs], StageSeconds(total=total, last_generated=generated, stages=stages)
 
     async def _microgroup(self, task: MicrogroupTask, stages: dict[str, float]) -> ScoredMicrogroup:
         payload = await self._timed("generate", task, stages, self._generate(task))
+        stages["last_generated"] = time.perf_counter()
         microgroup = await self._timed("deserialize", task, stages, self._parse(payload, task.keys))
         self._check(task, microgroup)
         scores = await self._timed("reward", task, stages, self._score(microgroup))

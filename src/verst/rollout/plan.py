@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from verst.config import sections as s
 from verst.config.recipe import RlRecipe
@@ -67,13 +68,15 @@ def _training_task(
     shared = derive_seed(seed, "group", keys[0].rollout, keys[0].group)
     kept = sorted({i + shift for i in steps for shift in (0, 1)})
     request = GenerateRequest(
-        **_common(recipe, prompt, seeds),
-        initial_seeds=[shared] * len(keys) if recipe.sampling.shared_initial_noise else None,
+        **_common(recipe, seeds),
+        prompt=prompt,
+        key=(keys[0].rollout, keys[0].group),
+        initial_seeds=(shared,) * len(keys) if recipe.sampling.shared_initial_noise else None,
         rollout=True,
         rollout_sde_type=recipe.sampling.transition.type,
         rollout_noise_level=recipe.sampling.transition.eta,
-        rollout_sde_step_indices=list(steps),
-        rollout_return_step_indices=kept,
+        rollout_sde_step_indices=steps,
+        rollout_return_step_indices=tuple(kept),
         rollout_return_dit_trajectory=True,
         rollout_return_denoising_env=True,
         share_denoising_env=True,
@@ -90,19 +93,16 @@ def plan_evaluation(recipe: RlRecipe, prompts: Sequence[str]) -> list[Microgroup
         batch = tuple(prompts[start : start + size])
         seeds = [derive_seed(recipe.eval.seed, "eval", start + i) for i in range(len(batch))]
         keys = tuple(SampleKey(rollout=-1, group=start + i, index=0) for i in range(len(batch)))
-        request = GenerateRequest(**_common(recipe, batch[0], seeds), prompts=list(batch), rollout=False)
+        request = GenerateRequest(**_common(recipe, seeds), prompts=batch, rollout=False)
         tasks.append(MicrogroupTask(keys=keys, prompts=batch, request=request))
     return tasks
 
 
-def _common(recipe: RlRecipe, prompt: str, seeds: Sequence[int]) -> dict[str, object]:
+def _common(recipe: RlRecipe, seeds: Sequence[int]) -> dict[str, Any]:
     sampling = recipe.sampling
     return {
-        "prompt": prompt,
         "negative_prompt": sampling.negative_prompt,
-        "seed": seeds[0],
-        "seeds": list(seeds),
-        "num_outputs_per_prompt": len(seeds),
+        "seeds": tuple(seeds),
         "generator_device": "cpu",
         "height": sampling.height,
         "width": sampling.width,

@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
-def open_store(host: str, port: int, *, rank: int, world_size: int) -> dist.TCPStore:
+def open_store(host: str, port: int, *, rank: int, world_size: int) -> TCPStore:
     """Where ranks find each other. Rank 0 opens it (port 0: any free one, see `.port`); the others join it."""
-    return dist.TCPStore(host, port, world_size, is_master=rank == 0, wait_for_workers=False)
+    return TCPStore(host, port, world_size, is_master=rank == 0, wait_for_workers=False)
 
 
-def join_mesh(*, rank: int, world_size: int, store: dist.Store, device: torch.device) -> DeviceMesh:
+def join_mesh(*, rank: int, world_size: int, store: Store, device: torch.device) -> DeviceMesh:
     """A one-dimensional mesh over all trainer ranks: NCCL on CUDA, gloo on the CPU."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from verst.algorithms.flow_grpo import policy_loss
@@ -51,9 +52,7 @@ class UpdateMetrics:
 class RlTrainer:
     """Every rank makes the same calls in the same order; rank 0's answers are used."""
 
-    def __init__(
-        self, recipe: RlRecipe, *, rank: int, world_size: int, store: dist.Store, device: torch.device
-    ) -> None:
+    def __init__(self, recipe: RlRecipe, *, rank: int, world_size: int, store: Store, device: torch.device) -> None:
         self._recipe = recipe
         self._device = device
         self._dtype = DTYPES[recipe.model.dtype]

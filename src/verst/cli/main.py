@@ -1,0 +1,182 @@
+"""`verst`: train, plan, eval, generate, serve, export, tiny."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+# Read when torch is imported, here and in every process that we start: waiting threads must sleep, not spin.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Ray's notice about the accelerator variables it may change one day; we set none.
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import typer
+
+from verst.errors import VerstError
+
+RecipePath = Annotated[Path, typer.Argument(help="Recipe in TOML.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value.", show_default=False)
+]
+
+app = typer.Typer(
+    name="verst",
+    help="Post-training of diffusion models: SFT, Flow-GRPO, DiffusionNFT, on a laptop or a Ray cluster.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Errors are one paragraph; a traceback only with VERST_DEBUG=1."""
+    try:
+        app(standalone_mode=True)
+    except VerstError as error:
+        if os.environ.get("VERST_DEBUG"):
+            raise
+        print(f"verst: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@app.command()
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    if_complete: Annotated[
+        Literal["summary", "new"], typer.Option(help="When the run is complete already: say so, or start it anew.")
+    ] = "summary",
+    quiet: Annotated[bool, typer.Option(help="Print nothing.")] = False,
+) -> None:
+    """Run a recipe, or go on with it: the same command continues after any interruption."""
+    from verst.cli import train as command
+
+    command.run(_load(recipe, overrides), if_complete=if_complete, quiet=quiet)
+
+
+@app.command()
+def plan(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+) -> None:
+    """Print the resolved recipe, its batch arithmetic and its processes. Loads no model."""
+    from verst.cli import plan as command
+
+    command.run(_load(recipe, overrides))
+
+
+@app.command("eval")
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run folder, or a recipe (then its untrained model).")],
+    overrides: Overrides = None,
+    step: Annotated[int | None, typer.Option(help="Iteration of the checkpoint; unset = the newest.")] = None,
+    ema: Annotated[bool, typer.Option(help="Use the moving average of the weights.")] = False,
+) -> None:
+    """Held-out reward of a checkpoint, in this process."""
+    from verst.cli import models
+
+    models.evaluate(run, overrides or [], step=step, ema=ema)
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Argument(help="A model folder in the diffusers layout, or a run folder.")],
+    prompts: Annotated[list[str], typer.Argument(help="One picture each.")],
+    out: Annotated[Path, typer.Option(help="Folder for the PNG files.")] = Path("generated"),
+    seed: Annotated[int, typer.Option(help="Noise of the first picture; the next ones count up.")] = 0,
+    height: Annotated[int | None, typer.Option(help="Pixels; unset = the run's or the model's own.")] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels; unset = the run's or the model's own.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale; at most 1 = off.")] = None,
+    max_sequence_length: Annotated[int | None, typer.Option(help="Tokens of the long text encoder.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+) -> None:
+    """Make pictures with a model folder or with what a run has learned."""
+    from verst.cli import models
+
+    sampling = {
+        "height": height,
+        "width": width,
+        "num_inference_steps": steps,
+        "guidance_scale": guidance,
+        "max_sequence_length": max_sequence_length,
+    }
+    models.generate(model, prompts, out=out, seed=seed, device=device, sampling=sampling)
+
+
+@app.command()
+def serve(
+    model: Annotated[Path, typer.Argument(help="A model folder in the diffusers layout.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 = any free one.")] = 30000,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option()] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    deterministic: Annotated[bool, typer.Option(help="One request is one batch.")] = False,
+    max_batch: Annotated[int, typer.Option(help="Samples of one batch.")] = 64,
+    queue_size: Annotated[int, typer.Option(help="Requests that may wait.")] = 64,
+    threads: Annotated[int, typer.Option(help="CPU threads; 0 = all cores.")] = 0,
+) -> None:
+    """Serve a model over SGLang-Diffusion's rollout contract."""
+    from verst.cli import models
+
+    models.serve(
+        model,
+        host=host,
+        port=port,
+        dtype=dtype,
+        device=device,
+        deterministic=deterministic,
+        max_batch=max_batch,
+        queue_size=queue_size,
+        threads=threads,
+    )
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
+    what: Annotated[
+        Literal["auto", "lora", "pipeline"],
+        typer.Option(help="lora: pytorch_lora_weights.safetensors; pipeline: a whole model folder, LoRA merged."),
+    ] = "auto",
+    step: Annotated[int | None, typer.Option(help="Iteration of the checkpoint; unset = the newest.")] = None,
+    ema: Annotated[bool, typer.Option(help="Export the moving average of the weights.")] = False,
+) -> None:
+    """Write a checkpoint as a LoRA or a pipeline that plain diffusers loads."""
+    from verst.cli import models
+
+    models.export(run, out, what=what, step=step, ema=ema)
+
+
+@app.command()
+def tiny(
+    family: Annotated[str, typer.Argument(help="sd3 or sd3.5.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+) -> None:
+    """Write a tiny random checkpoint in the real layout, to try things with."""
+    from verst.families.tiny import build_tiny
+
+    build_tiny(family, out, seed=seed)
+    print(out)
+
+
+def _load(recipe: Path, overrides: list[str] | None) -> Any:
+    from verst.config import load_recipe, missing_files
+    from verst.errors import ConfigError
+
+    loaded = load_recipe(recipe, overrides or [])
+    missing = missing_files(loaded)
+    if missing:
+        raise ConfigError("; ".join(missing))
+    return loaded
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""What a run writes and shows: metrics, TensorBoard, spans, pictures, curve, progress, closing summary."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from verst.config.recipe import Recipe
+from verst.loops.run_folder import RunFolder
+from verst.obs.curve import save_curve
+from verst.obs.events import EventLog
+from verst.obs.images import before_after, grid, save_png
+from verst.obs.metrics import MetricsLog, read_metrics, series
+from verst.obs.progress import make_progress
+from verst.obs.summary import RunSummary, print_summary
+from verst.obs.tensorboard import TensorBoardLog
+
+HELDOUT = "reward/heldout"
+
+
+class Report:
+    """One driver's reporting; `iteration` is where the run goes on from."""
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, *, quiet: bool) -> None:
+        self._recipe = recipe
+        self._folder = folder
+        self._quiet = quiet
+        self._started = time.monotonic()
+        self._metrics = MetricsLog(folder.metrics)
+        self._events = EventLog(folder.events / "spans.jsonl")
+        self._progress = make_progress(name=recipe.run.name, total=recipe.run.iterations, quiet=quiet)
+        self._tensorboard: TensorBoardLog | None = None
+        self._masked = 0
+
+    def resume_at(self, iteration: int) -> None:
+        """Forget what an earlier process wrote of later iterations: they are made again."""
+        self._metrics.truncate_after(iteration)
+        for row in read_metrics(self._folder.metrics):
+            self._progress.update(int(row["iteration"]), {k: v for k, v in row.items() if isinstance(v, float)})
+        if self._recipe.trackers.tensorboard:
+            self._tensorboard = TensorBoardLog(self._folder.path / "tensorboard", resume_after=iteration)
+
+    def status(self, text: str) -> None:
+        self._progress.status(text)
+
+    def span(self, span: Mapping[str, Any]) -> None:
+        """One stage of one microgroup."""
+        rest = {k: v for k, v in span.items() if k not in ("name", "start", "seconds")}
+        self._events.add_span(span["name"], start_s=span["start"], end_s=span["start"] + span["seconds"], **rest)
+
+    def iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self._masked += int(metrics.get("reward/num_masked", 0))
+        self._metrics.append(iteration, metrics)
+        if self._tensorboard is not None:
+            self._tensorboard.scalars(iteration, metrics)
+        self._progress.update(iteration, metrics)
+
+    def pictures(self, iteration: int, media: np.ndarray, prompts: Sequence[str], rewards: Sequence[float]) -> None:
+        """The fixed held-out samples as they are now. media: uint8 [N, H, W, 3]."""
+        captions = [
+            f"{prompt}  {'masked' if math.isnan(reward) else f'{reward:.2f}'}"
+            for prompt, reward in zip(prompts, rewards, strict=True)
+        ]
+        picture = grid(media, captions)
+        save_png(self._folder.samples / f"step_{iteration:08d}.png", picture)
+        np.save(self._folder.samples / f"step_{iteration:08d}.npy", media)
+        if self._tensorboard is not None:
+            self._tensorboard.image(iteration, "samples/heldout", picture)
+        self._draw_curve()
+
+    def finish(self, iteration: int) -> None:
+        """Curve, before/after picture and closing summary of a run that reached its end."""
+        rows = read_metrics(self._folder.metrics)
+        _, heldout = series(rows, HELDOUT)
+        before, after = (heldout[0], heldout[-1]) if heldout else (None, None)
+        paths = {"run folder": self._folder.path, "metrics": self._folder.metrics}
+        curve = self._draw_curve()
+        if curve is not None:
+            paths["reward curve"] = curve
+        strip = self._draw_strip()
+        if strip is not None:
+            paths["before / after"] = strip
+        latest = self._folder.latest()
+        if latest is not None:
+            paths["checkpoint"] = latest
+        self._progress.close()
+        self._folder.finish({"iterations": iteration, "heldout_before": before, "heldout_after": after})
+        if not self._quiet:
+            print_summary(
+                RunSummary(
+                    name=self._recipe.run.name,
+                    iterations=iteration,
+                    seconds=time.monotonic() - self._started,
+                    heldout_before=before,
+                    heldout_after=after,
+                    paths=paths,
+                    notes=(f"{self._masked} samples had no reward and were left out",) if self._masked else (),
+                )
+            )
+
+    def close(self) -> None:
+        self._progress.close()
+        self._metrics.close()
+        self._events.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def _draw_curve(self) -> Any:
+        return save_curve(self._folder.metrics, self._folder.path / "reward_curve.png", title=self._recipe.run.name)
+
+    def _draw_strip(self) -> Any:
+        arrays = sorted(self._folder.samples.glob("step_*.npy"))
+        if len(arrays) < 2:
+            return None
+        before, after = np.load(arrays[0]), np.load(arrays[-1])
+        count = min(8, len(before))
+        return save_png(self._folder.path / "before_after.png", before_after(before[:count], after[:count]))

@@ -1,0 +1,257 @@
+"""An RL run, top to bottom.
+
+    prompts ─> rollout (engines, parsers, rewards) ─> advantages, pairs ─> trainer ─> weight sync ─> engines
+
+Iteration i samples with weight version i - 1, updates, and hands version i to the engines. A checkpoint of iteration i
+is taken after that, so that a resumed run repeats nothing and skips nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from verst.cluster.cluster import Cluster
+from verst.config.recipe import RlRecipe, reward_name
+from verst.errors import PromptError
+from verst.loops.batch import Batch, make_batch, reward_weights
+from verst.loops.report import HELDOUT, Report
+from verst.loops.run_folder import RunFolder, dump
+from verst.loops.stop import Interrupted, StopSignal
+from verst.rewards import prompt_problems
+from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, StageSeconds, assemble
+from verst.rollout.plan import plan_evaluation, plan_rollout
+from verst.rollout.prompts import PromptSource, read_prompts
+from verst.trainer import checkpoint
+from verst.trainer.rl import UpdateMetrics
+from verst.types import Group
+
+
+async def train_rl(recipe: RlRecipe, folder: RunFolder, *, quiet: bool = False) -> None:
+    """Run to the end, or to a checkpoint on Ctrl-C. The same call on the same folder goes on where it stopped."""
+    report = Report(recipe, folder, quiet=quiet)
+    try:
+        source = PromptSource(recipe.prompts.train, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
+        heldout = [p.text for p in read_prompts(recipe.prompts.heldout)][: recipe.eval.num_prompts]
+        check_rewards_can_judge(recipe, [*(p.text for p in source.prompts), *heldout])
+        report.status("starting Ray, engine and trainer")
+        with StopSignal() as stop:
+            async with Cluster(recipe, cuda=wants_cuda(recipe)) as cluster:
+                await Run(recipe, folder, report, cluster, source, heldout).to_the_end(stop)
+    finally:
+        report.close()
+
+
+class Run:
+    """The state of one driver: where the run stands, and the pipeline that it samples with."""
+
+    def __init__(
+        self,
+        recipe: RlRecipe,
+        folder: RunFolder,
+        report: Report,
+        cluster: Cluster,
+        source: PromptSource,
+        heldout: list[str],
+    ) -> None:
+        self._recipe = recipe
+        self._folder = folder
+        self._report = report
+        self._cluster = cluster
+        self._source = source
+        self._heldout = heldout
+        engines = cluster.engines
+        self._pipeline = Pipeline(
+            generate=engines.generate,
+            parse=cluster.parse,
+            check=engines.check,
+            score=cluster.score,
+            on_span=report.span,
+        )
+
+    async def to_the_end(self, stop: StopSignal) -> None:
+        recipe, report = self._recipe, self._report
+        await self._check_prompts()
+        done = await self._resume()
+        await self._sync(done)
+        if done == 0:
+            report.iteration(0, await self._evaluate(0))
+        for iteration in range(done + 1, recipe.run.iterations + 1):
+            started = time.perf_counter()
+            try:
+                tasks = plan_rollout(recipe, self._source, iteration - 1)
+                scored, seconds = await stop.unless_stopped(self._pipeline.run(tasks))
+            except Interrupted:
+                break
+            batch = make_batch(recipe, groups := assemble(scored, group_size=recipe.rollout.group_size))
+            update, train_s = await self._update(batch)
+            sync, sync_s = await self._sync(iteration)
+            done = iteration
+            metrics = {
+                **reward_metrics(recipe, groups, batch),
+                **update_metrics(update, batch, recipe),
+                **sync,
+                **perf_metrics(seconds, len(groups) * recipe.rollout.group_size, train_s, sync_s),
+                "perf/iteration_s": time.perf_counter() - started,
+            }
+            if done % recipe.eval.every == 0 or done == recipe.run.iterations:
+                metrics |= await self._evaluate(done)
+            report.iteration(done, metrics)
+            if done % recipe.checkpoint.every == 0 or done == recipe.run.iterations:
+                await self._save(done)
+            if stop.requested:
+                break
+        await self._end(done)
+
+    async def _resume(self) -> int:
+        """The iteration of the newest checkpoint, loaded into the trainer; 0 for a new run."""
+        latest = self._folder.latest()
+        done = 0
+        if latest is not None:
+            self._report.status(f"loading {latest}")
+            done = int(checkpoint.read_state(latest)["iteration"])
+            await self._cluster.trainer.load(latest)
+        self._report.resume_at(done if latest is not None else -1)
+        return done
+
+    async def _update(self, batch: Batch) -> tuple[UpdateMetrics | None, float]:
+        """The optimizer steps of one rollout; None where no sample has anything to teach."""
+        started = time.perf_counter()
+        update = await self._cluster.trainer.update(batch.shares) if batch.num_steps else None
+        return update, time.perf_counter() - started
+
+    async def _sync(self, version: int, *, ema: bool = False) -> tuple[dict[str, float], float]:
+        """The trainer's weights into every engine, with certificates."""
+        started = time.perf_counter()
+        manifest = await self._cluster.trainer.publish(version, ema=ema)
+        try:
+            await self._cluster.engines.sync(manifest)
+        finally:
+            await self._cluster.trainer.unpublish()
+        metrics = {
+            "sync/tensors": float(sum(len(bucket["tensors"]) for bucket in manifest["buckets"])),
+            "sync/bytes": float(sum(bucket["nbytes"] for bucket in manifest["buckets"])),
+        }
+        return metrics, time.perf_counter() - started
+
+    async def _evaluate(self, iteration: int) -> dict[str, float]:
+        """Held-out reward by deterministic sampling from fixed noise, and its pictures."""
+        recipe = self._recipe
+        self._report.status(f"evaluating {len(self._heldout)} held-out prompts")
+        if recipe.eval.weights == "ema":
+            await self._sync(iteration, ema=True)
+        scored, seconds = await self._pipeline.run(plan_evaluation(recipe, self._heldout))
+        if recipe.eval.weights == "ema":
+            await self._sync(iteration)
+        rewards = heldout_rewards(recipe, scored)
+        shown = slice(0, recipe.eval.grid)
+        samples = [sample for item in scored for sample in item.microgroup.samples][shown]
+        media = np.stack([sample.media[0].numpy() for sample in samples])
+        self._report.pictures(iteration, media, self._heldout[shown], rewards["total"][shown])
+        metrics = {f"{HELDOUT}/{name}": _mean(values) for name, values in rewards.items() if name != "total"}
+        return {HELDOUT: _mean(rewards["total"]), **metrics, "perf/eval_s": seconds.total}
+
+    async def _save(self, iteration: int) -> None:
+        self._report.status(f"saving checkpoint of iteration {iteration}")
+        root = self._folder.checkpoints
+        await self._cluster.trainer.save(root, iteration)
+        state = {"iteration": iteration, "weight_version": iteration, "recipe": dump(self._recipe)}
+        checkpoint.publish(root, iteration, state, keep=self._recipe.checkpoint.keep)
+
+    async def _end(self, done: int) -> None:
+        if done < self._recipe.run.iterations:
+            latest = self._folder.latest()
+            if done and (latest is None or latest != checkpoint.step_folder(self._folder.checkpoints, done)):
+                await self._save(done)
+            self._report.status(f"stopped after iteration {done}; the same command goes on from there")
+            return
+        self._report.finish(done)
+
+    async def _check_prompts(self) -> None:
+        if self._recipe.model.long_prompts == "truncate":
+            return
+        prompts = sorted({*(p.text for p in self._source.prompts), *self._heldout})
+        length = self._recipe.model.max_sequence_length
+        problems = await self._cluster.engines.check_prompts(prompts, max_sequence_length=length)
+        if problems:
+            raise PromptError(
+                f"{len(problems)} prompts do not fit the text encoders: {'; '.join(problems[:3])}. Shorten them, raise "
+                "model.max_sequence_length, or set model.long_prompts = truncate"
+            )
+
+
+def wants_cuda(recipe: RlRecipe) -> bool:
+    return recipe.run.device == "cuda" or (recipe.run.device == "auto" and torch.cuda.is_available())
+
+
+def check_rewards_can_judge(recipe: RlRecipe, prompts: list[str]) -> None:
+    problems = [line for reward in recipe.rewards for line in prompt_problems(reward, prompts)]
+    if problems:
+        raise PromptError(f"{len(problems)} prompts cannot be scored: {'; '.join(problems[:3])}")
+
+
+def reward_metrics(recipe: RlRecipe, groups: list[Group], batch: Batch) -> dict[str, float]:
+    """Of the training samples of one rollout; masked ones count in no mean."""
+    metrics: dict[str, float] = {}
+    total = np.zeros(sum(len(group.samples) for group in groups))
+    for name, weight in reward_weights(recipe).items():
+        values = np.array([v for group in groups for v in group.rewards()[name]])
+        metrics[f"reward/{name}/mean"] = _mean(values)
+        total = total + weight * values
+    finite = total[np.isfinite(total)]
+    return metrics | {
+        "reward/train_mean": _mean(total),
+        "reward/train_std": float(finite.std()) if len(finite) else float("nan"),
+        "reward/num_masked": float(batch.advantages.num_masked),
+        "reward/num_failures": float(sum(scores.num_failures for group in groups for scores in group.scores)),
+        "rollout/zero_variance_groups": float(batch.filtered.num_zero_variance),
+    }
+
+
+def update_metrics(update: UpdateMetrics | None, batch: Batch, recipe: RlRecipe) -> dict[str, float]:
+    skipped = {"train/skipped_steps": float(recipe.trainer.steps_per_rollout - batch.num_steps)}
+    if update is None:
+        return skipped
+    return skipped | {
+        "train/loss": update.loss,
+        "train/grad_norm": update.grad_norm,
+        "train/lr": update.lr,
+        "train/pairs": float(batch.num_pairs),
+        "policy/ratio_max_deviation": update.ratio_max_deviation,
+        "policy/log_prob_max_difference": update.log_prob_max_difference,
+        "policy/clip_fraction": update.clip_fraction,
+        "policy/kl": update.kl,
+    }
+
+
+def perf_metrics(seconds: StageSeconds, num_samples: int, train_s: float, sync_s: float) -> dict[str, float]:
+    """generate and reward overlap: rollout is their wall time, the rest of it after the last generation is reward's."""
+    return {
+        "perf/rollout_s": seconds.total,
+        "perf/generate_s": seconds.last_generated,
+        "perf/reward_s": seconds.total - seconds.last_generated,
+        "perf/train_s": train_s,
+        "perf/sync_s": sync_s,
+        "perf/samples_per_s": num_samples / seconds.total,
+    }
+
+
+def heldout_rewards(recipe: RlRecipe, scored: list[ScoredMicrogroup]) -> dict[str, list[float]]:
+    """reward name, and "total" (weighted sum) -> one value a prompt."""
+    by_name: dict[str, list[float]] = {
+        reward_name(reward): [v for item in scored for v in item.scores.by_reward[reward_name(reward)]]
+        for reward in recipe.rewards
+    }
+    weights = reward_weights(recipe)
+    columns: Any = zip(*(np.array(values) * weights[name] for name, values in by_name.items()), strict=True)
+    return {**by_name, "total": [float(sum(row)) for row in columns]}
+
+
+def _mean(values: Any) -> float:
+    """Over the finite ones; NaN where there is none."""
+    array = np.asarray(values, dtype=np.float64)
+    finite = array[np.isfinite(array)]
+    return float(finite.mean()) if len(finite) else float("nan")
