@@ -65,9 +65,13 @@ def test_lines_say_reward_heldout_split_and_time_left():
 
 def test_a_resumed_run_counts_from_where_it_was():
     screen = console(terminal=False)
-    progress = make_progress(name="glyphs", total=100, start=90, console=screen)
-    progress.update(91, METRICS)
+    progress = make_progress(name="glyphs", total=100, console=screen)
+    progress.replay(0, {"reward/heldout": 0.4})
+    progress.replay(90, METRICS)
+    assert text(screen) == ""
+    progress.update(91, METRICS | {"reward/heldout": 0.5})
     assert "18 s left" in text(screen)
+    assert "0.400 -> 0.500" in text(screen)
 
 
 def test_the_panel_shows_the_same():

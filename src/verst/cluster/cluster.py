@@ -102,7 +102,7 @@ class Cluster:
         self._rewards = {
             reward_name(reward): ActorPool(
                 [
-                    spawn(RewardActor, f"reward:{reward.type}", reward, restarts=_RESTARTS)
+                    spawn(RewardActor, f"reward:{reward_name(reward)}", reward, restarts=_RESTARTS)
                     for _ in range(reward.workers)
                 ],
                 role=f"reward {reward_name(reward)}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verst.config import sections as s
-from verst.config.recipe import RlRecipe
+from verst.config.recipe import RlRecipe, reward_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,5 +68,5 @@ def process_plan(recipe: RlRecipe, *, cuda: bool = False) -> list[ProcessPlan]:
         ProcessPlan(role="parser", count=recipe.rollout.parsers.num, cpus=0.01, gpus=0.0),
     ]
     for reward in recipe.rewards:
-        plan.append(ProcessPlan(role=f"reward:{reward.type}", count=reward.workers, cpus=0.01, gpus=0.0))
+        plan.append(ProcessPlan(role=f"reward:{reward_name(reward)}", count=reward.workers, cpus=0.01, gpus=0.0))
     return plan

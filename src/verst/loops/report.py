@@ -40,7 +40,7 @@ class Report:
         """Forget what an earlier process wrote of later iterations: they are made again."""
         self._metrics.truncate_after(iteration)
         for row in read_metrics(self._folder.metrics):
-            self._progress.update(int(row["iteration"]), {k: v for k, v in row.items() if isinstance(v, float)})
+            self._progress.replay(int(row["iteration"]), {k: v for k, v in row.items() if isinstance(v, float)})
         if self._recipe.trackers.tensorboard:
             self._tensorboard = TensorBoardLog(self._folder.path / "tensorboard", resume_after=iteration)
 

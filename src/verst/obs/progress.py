@@ -25,6 +25,9 @@ class Progress(Protocol):
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """`iteration` is done; metrics by the names of docs/metrics.md, those that are missing are not shown."""
 
+    def replay(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """The same of an iteration that an earlier process of a resumed run did: it counts, but is no news."""
+
     def status(self, text: str) -> None:
         """What the run does now, e.g. "starting 1 engine"."""
 
@@ -44,7 +47,7 @@ class ProgressState:
     rewards: list[float] = field(default_factory=list)
     heldout: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """Wall time of each iteration of this process."""
+    """Wall time of each iteration."""
     stages: dict[str, float] = field(default_factory=dict)
     """Seconds of the last iteration by stage."""
 
@@ -67,12 +70,10 @@ class ProgressState:
         return (self.total - self.iteration) * sum(last) / len(last) if last else None
 
 
-def make_progress(
-    *, name: str, total: int, start: int = 0, quiet: bool = False, console: Console | None = None
-) -> Progress:
-    """The display that fits: none when quiet, live in a terminal, lines elsewhere. start: iterations done before."""
+def make_progress(*, name: str, total: int, quiet: bool = False, console: Console | None = None) -> Progress:
+    """The display that fits: none when quiet, live in a terminal, lines elsewhere."""
     console = console or Console()
-    state = ProgressState(name=name, total=total, iteration=start)
+    state = ProgressState(name=name, total=total)
     if quiet:
         return QuietProgress()
     return LiveProgress(state, console) if console.is_terminal else LineProgress(state, console)
@@ -82,6 +83,9 @@ class QuietProgress:
     """Shows nothing."""
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def replay(self, iteration: int, metrics: Mapping[str, float]) -> None:
         pass
 
     def status(self, text: str) -> None:
@@ -102,6 +106,9 @@ class LineProgress:
         self._state.add(iteration, metrics)
         self.status(_line(self._state, metrics))
 
+    def replay(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self._state.add(iteration, metrics)
+
     def status(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
@@ -121,6 +128,9 @@ class LiveProgress:
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
         self._state.add(iteration, metrics)
         self._status = ""
+
+    def replay(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self._state.add(iteration, metrics)
 
     def status(self, text: str) -> None:
         self._status = text
