@@ -30,10 +30,19 @@ def save_pipeline(components: Components, folder: Path, *, dtype: torch.dtype) -
     if partial.exists():
         shutil.rmtree(partial)
     getattr(diffusers, index["_class_name"])(**modules).save_pretrained(partial)
+    for path in partial.glob("*/config.json"):
+        _forget_origin(path)
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)
     return folder
+
+
+def _forget_origin(path: Path) -> None:
+    """diffusers writes down where a module was loaded from: a path of this machine, of no use on another."""
+    config = json.loads(path.read_text())
+    if config.pop("_name_or_path", None) is not None:
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _frozen_copy(module: nn.Module, dtype: torch.dtype) -> Any:
