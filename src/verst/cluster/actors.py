@@ -43,6 +43,7 @@ class EngineActor(Process):
             max_batch=engine.max_batch,
             queue_size=engine.queue_size,
             threads=recipe.run.threads,
+            request_timeout_s=engine.request_timeout_s,
         )
 
     def start(self, timeout_s: float) -> str:

@@ -74,6 +74,7 @@ class Run:
 
     async def to_the_end(self, stop: StopSignal) -> None:
         recipe, report = self._recipe, self._report
+        self._folder.write_processes(await self._cluster.pids())
         await self._check_prompts()
         done = await self._resume()
         await self._sync(done)
@@ -151,8 +152,8 @@ class Run:
         samples = [sample for item in scored for sample in item.microgroup.samples][shown]
         media = np.stack([sample.media[0].numpy() for sample in samples])
         self._report.pictures(iteration, media, self._heldout[shown], rewards["total"][shown])
-        metrics = {f"{HELDOUT}/{name}": _mean(values) for name, values in rewards.items() if name != "total"}
-        return {HELDOUT: _mean(rewards["total"]), **metrics, "perf/eval_s": seconds.total}
+        metrics = {f"{HELDOUT}/{name}": mean_of_finite(values) for name, values in rewards.items() if name != "total"}
+        return {HELDOUT: mean_of_finite(rewards["total"]), **metrics, "perf/eval_s": seconds.total}
 
     async def _save(self, iteration: int) -> None:
         self._report.status(f"saving checkpoint of iteration {iteration}")
@@ -199,11 +200,11 @@ def reward_metrics(recipe: RlRecipe, groups: list[Group], batch: Batch) -> dict[
     total = np.zeros(sum(len(group.samples) for group in groups))
     for name, weight in reward_weights(recipe).items():
         values = np.array([v for group in groups for v in group.rewards()[name]])
-        metrics[f"reward/{name}/mean"] = _mean(values)
+        metrics[f"reward/{name}/mean"] = mean_of_finite(values)
         total = total + weight * values
     finite = total[np.isfinite(total)]
     return metrics | {
-        "reward/train_mean": _mean(total),
+        "reward/train_mean": mean_of_finite(total),
         "reward/train_std": float(finite.std()) if len(finite) else float("nan"),
         "reward/num_masked": float(batch.advantages.num_masked),
         "reward/num_failures": float(sum(scores.num_failures for group in groups for scores in group.scores)),
@@ -250,7 +251,7 @@ def heldout_rewards(recipe: RlRecipe, scored: list[ScoredMicrogroup]) -> dict[st
     return {**by_name, "total": [float(sum(row)) for row in columns]}
 
 
-def _mean(values: Any) -> float:
+def mean_of_finite(values: Any) -> float:
     """Over the finite ones; NaN where there is none."""
     array = np.asarray(values, dtype=np.float64)
     finite = array[np.isfinite(array)]

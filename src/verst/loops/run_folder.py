@@ -77,6 +77,10 @@ class RunFolder:
     def finish(self, summary: dict[str, Any]) -> None:
         _write_whole(self.path / "summary.json", json.dumps(summary, indent=1))
 
+    def write_processes(self, pids: dict[str, list[int]]) -> None:
+        """Who is who among the processes of this run, for people with a process list."""
+        _write_whole(self.path / "processes.json", json.dumps({"driver": [os.getpid()], **pids}, indent=1))
+
     def close(self) -> None:
         self._lock.close()
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool) -
         raise CheckpointError(f"not saved: non-finite values in {', '.join(broken[:5])} ({len(broken)} tensors)")
     with _explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        dcp_save(dict(tensors), checkpoint_id=folder / _TENSORS, no_dist=alone)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp_save(dict(tensors), checkpoint_id=folder / _TENSORS, no_dist=alone)
 
 
 def publish(root: Path, iteration: int, state: Mapping[str, Any], *, keep: int) -> Path:
@@ -109,7 +112,9 @@ _REMEDY = "Remove that checkpoint folder to go on from the one before it."
 def read_tensors(folder: Path, into: Mapping[str, Tensor], *, alone: bool) -> None:
     """Load in place, whatever number of ranks wrote it. Raises CheckpointError when the names or shapes differ."""
     try:
-        dcp_load(dict(into), checkpoint_id=folder / _TENSORS, no_dist=alone)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp_load(dict(into), checkpoint_id=folder / _TENSORS, no_dist=alone)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder} does not fit this run: {error}") from error
 

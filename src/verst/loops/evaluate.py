@@ -1,0 +1,58 @@
+"""Held-out reward of one model in this process: the run's own pipeline, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from verst.config.recipe import RlRecipe
+from verst.engine.client import check_echo
+from verst.engine.resolve import resolve
+from verst.engine.wire import encode_response, to_microgroup
+from verst.engine.worker import Worker
+from verst.loops.report import HELDOUT
+from verst.loops.rl import heldout_rewards, mean_of_finite, wants_cuda
+from verst.rewards.local import LocalRewards
+from verst.rollout.pipeline import Pipeline
+from verst.rollout.plan import MicrogroupTask, plan_evaluation
+from verst.rollout.prompts import read_prompts
+from verst.trainer.export import load_trained
+from verst.trainer.rl import DTYPES
+from verst.types import Microgroup, SampleKey, Scores
+
+
+async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool) -> dict[str, float]:
+    """Metric name -> mean over the held-out prompts; None evaluates the recipe's untrained model."""
+    if recipe.run.threads:
+        torch.set_num_threads(recipe.run.threads)
+    device = "cuda" if wants_cuda(recipe) else "cpu"
+    worker = Worker(recipe.model.path, dtype=DTYPES[recipe.model.dtype], device=device)
+    if checkpoint is not None:
+        load_trained(worker.components.transformer, recipe, checkpoint, ema=ema)
+    rewards = LocalRewards(recipe.rewards)
+
+    async def generate(task: MicrogroupTask) -> bytes:
+        (records,) = worker.generate([resolve(task.request, worker.components)])
+        if isinstance(records, Exception):
+            raise records
+        return encode_response(records)
+
+    async def parse(payload: bytes, keys: Sequence[SampleKey]) -> Microgroup:
+        return await asyncio.to_thread(to_microgroup, payload, keys)
+
+    async def score(microgroup: Microgroup) -> Scores:
+        media = torch.stack([sample.media for sample in microgroup.samples])
+        return await rewards.score(media, [sample.prompt for sample in microgroup.samples])
+
+    def check(task: MicrogroupTask, microgroup: Microgroup) -> None:
+        check_echo(task.request, microgroup.echo)
+
+    pipeline = Pipeline(generate=generate, parse=parse, check=check, score=score)
+    heldout = [p.text for p in read_prompts(recipe.prompts.heldout)][: recipe.eval.num_prompts]
+    scored, _ = await pipeline.run(plan_evaluation(recipe, heldout))
+    values = heldout_rewards(recipe, scored)
+    named = {f"{HELDOUT}/{name}": mean_of_finite(v) for name, v in values.items() if name != "total"}
+    return {HELDOUT: mean_of_finite(values["total"]), **named}

@@ -1,0 +1,106 @@
+"""What a run has learned, as modules and as folders that plain diffusers loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import diffusers
+import torch
+from diffusers.training_utils import _collate_lora_metadata
+from peft import get_peft_model_state_dict
+from torch import nn
+
+from verst.config import sections as s
+from verst.config.recipe import RlRecipe
+from verst.errors import ConfigError
+from verst.families import recognise
+from verst.trainer import checkpoint
+from verst.trainer.rl import lora_spec
+from verst.weights.lora import ADAPTER, attach_lora
+
+What = Literal["auto", "lora", "pipeline"]
+
+
+def find_checkpoint(run: Path, step: int | None) -> Path:
+    """The checkpoint of iteration `step`, or the newest. Raises ConfigError, naming those that there are."""
+    folders = checkpoint.published(run / "checkpoints")
+    wanted = folders[-1:] if step is None else [f for f in folders if f.name == f"step_{step:08d}"]
+    if not wanted:
+        have = ", ".join(str(int(f.name.removeprefix("step_"))) for f in folders) or "none"
+        raise ConfigError(
+            f"{run} has no checkpoint{'' if step is None else f' of iteration {step}'}; iterations saved: {have}"
+        )
+    return wanted[0]
+
+
+def load_trained(module: nn.Module, recipe: RlRecipe, folder: Path, *, ema: bool) -> None:
+    """Put the trained weights of a checkpoint into a transformer of the recipe's model, LoRA unmerged.
+
+    Raises CheckpointError for a damaged checkpoint, ConfigError when it holds no moving average.
+    """
+    checkpoint.read_state(folder)
+    if ema and recipe.trainer.ema_decay is None:
+        raise ConfigError("this run keeps no moving average (trainer.ema_decay is unset)")
+    spec = lora_spec(recipe, recognise(recipe.model.path).lora_targets)
+    if spec is None:
+        named = dict(module.named_parameters())
+    else:
+        attach_lora(module, spec)
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    prefix = "ema" if ema else "model"
+    loaded = {f"{prefix}.transformer.{name}": torch.zeros(p.shape) for name, p in named.items()}
+    checkpoint.read_tensors(folder, loaded, alone=True)
+    with torch.no_grad():
+        for name, p in named.items():
+            p.copy_(loaded[f"{prefix}.transformer.{name}"])
+    module.requires_grad_(False)
+
+
+def export(run: Path, recipe: RlRecipe, out: Path, *, what: What, step: int | None, ema: bool) -> Path:
+    """Write `out` whole or not at all.
+
+    lora: `pytorch_lora_weights.safetensors`, for `pipeline.load_lora_weights(out)`.
+    pipeline: a model folder for `DiffusionPipeline.from_pretrained(out)`, a LoRA merged into it in fp32.
+    """
+    is_lora = isinstance(recipe.model.finetune, s.LoraFinetune)
+    if what == "lora" and not is_lora:
+        raise ConfigError(f"{run} trained the whole transformer, so there is no LoRA; use --what pipeline")
+    if out.exists():
+        raise ConfigError(f"{out} exists already; name a folder that does not")
+    folder = find_checkpoint(run, step)
+    family = recognise(recipe.model.path)
+    components = family.load(recipe.model.path, parts=("transformer",), dtype=torch.float32, device=torch.device("cpu"))
+    load_trained(components.transformer, recipe, folder, ema=ema)
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if is_lora and what in ("auto", "lora"):
+            _write_lora(components.transformer, recipe.model.path, partial)
+        else:
+            _write_pipeline(components.transformer, recipe.model.path, partial, merge=is_lora)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return out
+
+
+def _write_lora(transformer: nn.Module, model: Path, out: Path) -> None:
+    index = json.loads((model / "model_index.json").read_text())
+    pipeline: Any = getattr(diffusers, index["_class_name"])
+    pipeline.save_lora_weights(
+        out,
+        transformer_lora_layers=get_peft_model_state_dict(transformer, adapter_name=ADAPTER),
+        **_collate_lora_metadata({"transformer": transformer}),
+    )
+
+
+def _write_pipeline(transformer: Any, model: Path, out: Path, *, merge: bool) -> None:
+    if merge:
+        transformer.fuse_lora()
+        transformer.unload_lora()
+    shutil.copytree(model, out, ignore=lambda folder, names: ["transformer"] if Path(folder) == model else [])
+    transformer.save_pretrained(out / "transformer")
