@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises ConfigError for an unreadable file, a wrong key, value or combination.
     """
     try:
-        data = tomllib.loads(path.read_text())
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"recipe {path} does not exist") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -37,13 +38,27 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def parse_recipe(data: dict[str, Any]) -> Recipe:
     """A recipe from nested tables. Raises ConfigError."""
-    algorithm = data.get("algorithm")
-    kind = algorithm.get("type") if isinstance(algorithm, dict) else None
-    model: type[Recipe] = SftRecipe if kind == "sft" else RlRecipe
+    model = _recipe_class(data)
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(model, data, e) for e in error.errors())) from None
+        raise ConfigError("\n".join(_explain(model, data, e) for e in _causes(error.errors()))) from None
+
+
+def _recipe_class(data: dict[str, Any]) -> type[Recipe]:
+    """Which recipe it is follows from algorithm.type; without one the first class says what is missing."""
+    classes: dict[str, type[Recipe]] = {
+        str(_tag(table)): recipe
+        for recipe in (RlRecipe, SftRecipe)
+        for table in _models_in(recipe.model_fields["algorithm"])
+    }
+    algorithm = data.get("algorithm")
+    kind = algorithm.get("type") if isinstance(algorithm, dict) else None
+    if kind is None:
+        return RlRecipe
+    if kind not in classes:
+        raise ConfigError(f"algorithm.type = {kind!r}{_nearest_value(kind, list(classes))}")
+    return classes[kind]
 
 
 def missing_files(recipe: Recipe) -> list[str]:
@@ -60,27 +75,21 @@ def missing_files(recipe: Recipe) -> list[str]:
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
     key, sign, text = override.partition("=")
-    if not sign or not key:
+    *parents, leaf = key.strip().split(".")
+    if not sign or not leaf or not all(parents):
         raise ConfigError(f"override {override!r} must read section.key=value")
-    *parents, leaf = key.split(".")
     table: Any = data
     for name in parents:
-        if isinstance(table, list):
-            table = _list_item(table, name, override)
-        else:
-            table = table.setdefault(name, {})
+        table = table[_position(table, name, override)] if isinstance(table, list) else table.setdefault(name, {})
         if not isinstance(table, dict | list):
             raise ConfigError(f"override {override!r}: {name} is a value, not a table")
-    if isinstance(table, list):
-        table[int(leaf)] = _toml_value(text)
-    else:
-        table[leaf] = _toml_value(text)
+    table[_position(table, leaf, override) if isinstance(table, list) else leaf] = _toml_value(text)
 
 
-def _list_item(table: list[Any], name: str, override: str) -> Any:
-    if not name.isdigit() or int(name) >= len(table):
+def _position(table: list[Any], name: str, override: str) -> int:
+    if not name.isdecimal() or int(name) >= len(table):
         raise ConfigError(f"override {override!r}: {name} must be a number below {len(table)}")
-    return table[int(name)]
+    return int(name)
 
 
 def _toml_value(text: str) -> Any:
@@ -91,22 +100,54 @@ def _toml_value(text: str) -> Any:
         return text
 
 
+def _causes(errors: Sequence[Any]) -> list[Any]:
+    """Without "too short" for a list whose items were refused: pydantic counts the good ones."""
+    inner = [e["loc"] for e in errors]
+    return [
+        e
+        for e in errors
+        if e["type"] != "too_short" or not any(loc[: len(e["loc"])] == e["loc"] and loc != e["loc"] for loc in inner)
+    ]
+
+
 def _explain(model: type[BaseModel], data: dict[str, Any], error: Any) -> str:
-    loc = tuple(error["loc"])
-    if error["type"] == "extra_forbidden":
-        valid = _keys_at(model, data, loc[:-1])
-        names = {key: key for key in valid} | {k: v for k, v in _SYNONYMS.items() if v in valid}
-        close = [names[key] for key in difflib.get_close_matches(str(loc[-1]), list(names), n=1, cutoff=0.5)]
-        name = ".".join(str(part) for part in _real_location(data, loc))
-        hint = f"did you mean {close[0]!r}?" if close else f"valid keys here: {', '.join(sorted(valid))}"
-        return f"{name} = {error['input']!r} is not a key of the recipe; {hint}"
-    cause = error.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):
-        return str(cause)
+    """One line: key, value, and what would be right."""
+    loc, kind, context = tuple(error["loc"]), error["type"], error.get("ctx", {})
+    if isinstance(context.get("error"), ConfigError):
+        return str(context["error"])
     name = ".".join(str(part) for part in _real_location(data, loc)) or "recipe"
-    if error["type"] == "missing":
+    value = error["input"]
+    if kind == "extra_forbidden":
+        return f"{name} = {value!r} is not a key of the recipe; {_nearest_key(str(loc[-1]), _keys_at(model, loc[:-1]))}"
+    if kind == "missing":
         return f"{name} is missing"
-    return f"{name} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    if kind == "union_tag_not_found":
+        tags = ", ".join(repr(_tag(table)) for table in _tables_at(model, loc))
+        return f"{name}.type is missing; one of: {tags}"
+    if kind == "union_tag_invalid":
+        return f"{name}.type = {context['tag']!r}{_nearest_value(context['tag'], _quoted(context['expected_tags']))}"
+    if kind == "literal_error":
+        return f"{name} = {value!r}{_nearest_value(value, _quoted(context['expected']))}"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{name} = {value!r} must be a table with keys such as {', '.join(_keys_at(model, loc)[:4])}"
+    return f"{name} = {value!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _nearest_key(key: str, valid: Sequence[str]) -> str:
+    names = {name: name for name in valid} | {k: v for k, v in _SYNONYMS.items() if v in valid}
+    close = difflib.get_close_matches(key, list(names), n=1, cutoff=0.5)
+    return f"did you mean {names[close[0]]!r}?" if close else f"valid keys here: {', '.join(sorted(valid))}"
+
+
+def _nearest_value(value: Any, valid: Sequence[str]) -> str:
+    close = difflib.get_close_matches(str(value), valid, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f": {hint}valid: {', '.join(map(repr, valid))}"
+
+
+def _quoted(text: str) -> list[str]:
+    """The words that pydantic lists in quotes."""
+    return re.findall(r"'([^']*)'", text)
 
 
 def _real_location(data: Any, loc: tuple[Any, ...]) -> list[Any]:
@@ -125,22 +166,23 @@ def _real_location(data: Any, loc: tuple[Any, ...]) -> list[Any]:
     return path
 
 
-def _keys_at(model: type[BaseModel], data: Any, loc: tuple[Any, ...]) -> list[str]:
-    """Valid keys of the table at `loc`, following union tags and list positions."""
-    fields = model.model_fields
-    annotation: Any = model
+def _keys_at(model: type[BaseModel], loc: Sequence[Any]) -> list[str]:
+    """Valid keys of the table at `loc`."""
+    return list({key: None for table in _tables_at(model, loc) for key in table.model_fields})
+
+
+def _tables_at(model: type[BaseModel], loc: Sequence[Any]) -> list[type[BaseModel]]:
+    """The table at `loc`, or all variants of a union; list positions and pydantic's union tags lead on from there."""
+    tables: list[type[BaseModel]] = [model]
     for part in loc:
         if isinstance(part, int):
             continue
-        if part in fields:
-            annotation = fields[part]
-            tables = _models_in(annotation)
+        fields = [table.model_fields[part] for table in tables if part in table.model_fields]
+        if fields:
+            tables = [inner for field in fields for inner in _models_in(field)]
         else:
-            tables = [t for t in _models_in(annotation) if _tag(t) == part]
-        if tables:
-            fields = {key: value for table in tables for key, value in table.model_fields.items()}
-            annotation = annotation if part in model.model_fields or len(tables) > 1 else tables[0]
-    return list(fields)
+            tables = [table for table in tables if _tag(table) == part]
+    return tables
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

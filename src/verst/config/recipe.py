@@ -55,7 +55,8 @@ class RlRecipe(s.Section):
         if microgroups % ranks:
             raise ConfigError(
                 f"trainer.ranks = {ranks} does not divide the {microgroups} microgroups of an optimizer step "
-                f"(rollout.num_groups x rollout.group_size / rollout.microgroup_size / trainer.steps_per_rollout)"
+                "(rollout.num_groups x rollout.group_size / rollout.microgroup_size / trainer.steps_per_rollout); "
+                f"nearest that does: {_nearest_divisor(ranks, microgroups)}"
             )
 
     def _check_steps(self) -> None:
@@ -88,6 +89,15 @@ class RlRecipe(s.Section):
             raise ConfigError("algorithm.reference = ema needs trainer.ema_decay, e.g. 0.99")
 
     def _check_rewards(self) -> None:
+        if self.rollout.group_size == 1:
+            raise ConfigError(
+                "rollout.group_size = 1 leaves every sample without another to be better than, so its advantage is 0; "
+                "use at least 2"
+            )
+        if all(reward.weight == 0 for reward in self.rewards):
+            raise ConfigError(
+                "rewards: every weight is 0, so there is nothing to train on; give one a weight, e.g. 1.0"
+            )
         names = [reward_name(reward) for reward in self.rewards]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -142,9 +152,13 @@ def reward_name(reward: s.RewardConfig) -> str:
 
 def _divides(small_key: str, small: int, large_key: str, large: int) -> None:
     if large % small:
-        fits = [n for n in range(1, large + 1) if large % n == 0]
-        nearest = min(fits, key=lambda n: (abs(n - small), n))
+        nearest = _nearest_divisor(small, large)
         raise ConfigError(f"{small_key} = {small} does not divide {large_key} = {large}; nearest that does: {nearest}")
+
+
+def _nearest_divisor(number: int, of: int) -> int:
+    fits = [n for n in range(1, of + 1) if of % n == 0]
+    return min(fits, key=lambda n: (abs(n - number), n))
 
 
 def _nearest_fit(tile: int, micro: int) -> int:

@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field
 
 DType = Literal["float32", "bfloat16", "float16"]
-UnitFloat = Annotated[float, Field(ge=0.0, lt=1.0)]
+# Strict: TOML has types, so `true` is no number, and neither is "7".
+Number = Annotated[float, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+PositiveInt = Annotated[int, Field(gt=0, strict=True)]
+NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
+PositiveFloat = Annotated[float, Field(gt=0, strict=True)]
+NonNegativeFloat = Annotated[float, Field(ge=0, strict=True)]
+UnitFloat = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
 
 
 class Section(BaseModel):
@@ -24,7 +31,7 @@ class RunConfig(Section):
     """Everything random in the run follows from this number."""
     iterations: PositiveInt
     """RL: rollouts; SFT: optimizer steps."""
-    deterministic: bool = True
+    deterministic: Flag = True
     """One microgroup is one engine batch of fixed shape: the same bits whatever the timing."""
     threads: NonNegativeInt = 0
     """CPU threads of torch in engine and trainer alike (equal numerics need equal threads); 0 = all cores."""
@@ -67,7 +74,7 @@ class SdeTransition(Section):
 
 class CpsTransition(Section):
     type: Literal["cps"] = "cps"
-    eta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.8
+    eta: Annotated[float, Field(ge=0.0, le=1.0, strict=True)] = 0.8
     """Noise level of coefficients-preserving sampling: std = next sigma * sin(pi eta / 2)."""
 
 
@@ -122,7 +129,7 @@ class SamplingConfig(Section):
     """Shift of the sigma grid; unset = the checkpoint's own."""
     storage_dtype: DType = "float32"
     """A latent is rounded to this, and the rounded value is fed on and scored."""
-    shared_initial_noise: bool = False
+    shared_initial_noise: Flag = False
     """All samples of a group start from one initial latent."""
     transition: TransitionConfig = SdeTransition()
     """How a stochastic step moves."""
@@ -135,7 +142,7 @@ class PromptsConfig(Section):
     """Prompts to train on: .txt (one a line), .jsonl or .csv (column `prompt`)."""
     heldout: Path
     """Prompts that are only evaluated."""
-    shuffle: bool = True
+    shuffle: Flag = True
     """A new order every epoch, from the run's seed."""
 
 
@@ -166,7 +173,7 @@ class RolloutConfig(Section):
 
 
 class RewardBase(Section):
-    weight: float = 1.0
+    weight: Number = 1.0
     """Weight in the mixture."""
     workers: PositiveInt = 1
     """Processes that score microgroups."""
@@ -190,7 +197,7 @@ class OcrReward(RewardBase):
 
 class JpegSizeReward(RewardBase):
     type: Literal["jpeg_size"] = "jpeg_size"
-    quality: Annotated[int, Field(ge=1, le=95)] = 95
+    quality: Annotated[int, Field(ge=1, le=95, strict=True)] = 95
     direction: Literal["smaller", "larger"] = "smaller"
     """Which file size is better."""
 
@@ -205,7 +212,7 @@ class CustomReward(RewardBase):
     path: Annotated[str, Field(pattern=r"^([\w.]+:[\w.]+|[\w.-]+)$")]
     """`module:object`, or the name of an installed entry point of the group verst.rewards: a function called with the
     samples' media and prompts that returns one number a sample, or a class with such a method `score`."""
-    name: str = "custom"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "custom"
     """Name in metrics."""
     options: dict[str, Any] = {}
     """Keyword arguments of the function, or of the class when it is made."""
@@ -286,7 +293,7 @@ class TrainerConfig(Section):
     """Optimizer steps from 0 to lr."""
     ema_decay: UnitFloat | None = None
     """Moving average of the trained weights, once an optimizer step; unset = none is kept."""
-    train_text_encoders: bool = False
+    train_text_encoders: Flag = False
     """SFT only: train the text encoders too."""
 
 
@@ -302,7 +309,7 @@ class NativeEngine(Section):
     """Seconds one request may take, waiting included."""
     host: str = "127.0.0.1"
     """Address that the server listens on."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    port: Annotated[int, Field(ge=0, le=65535, strict=True)] = 0
     """First engine's port, the next engines take the following ones; 0 = any free port."""
 
 
@@ -348,7 +355,7 @@ class ClusterConfig(Section):
 
 
 class TrackerConfig(Section):
-    tensorboard: bool = True
+    tensorboard: Flag = True
     """Write TensorBoard event files into the run folder."""
 
 
@@ -369,7 +376,7 @@ class AutoencoderConfig(Section):
 
 
 class SftStopConfig(Section):
-    reward_at_least: float | None = None
+    reward_at_least: Number | None = None
     """Save and stop when the held-out reward first reaches this; unset = run all iterations."""
-    reward_at_most: float | None = None
+    reward_at_most: Number | None = None
     """Fail when that first reading is above this: evaluate more often."""
