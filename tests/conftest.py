@@ -12,8 +12,8 @@ from jaxtyping import install_import_hook
 # Shapes in signatures are checked while tests run and are free in production.
 install_import_hook(["verst.flow", "verst.algorithms"], "beartype.beartype")
 
-import pytest
-import torch
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 torch.set_num_threads(1)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -187,8 +188,18 @@ def test_custom_rewards_are_functions_or_classes():
 def test_custom_reward_of_a_file_in_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "my_own_reward.py").write_text("def zero(media, prompts):\n    return [0.5] * len(prompts)\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    monkeypatch.setattr(sys, "path", list(sys.path))
     assert make_reward(CustomReward(path="my_own_reward:zero")).score(clip(7)[None], ["a"]) == [0.5]
+
+
+def test_custom_reward_of_an_installed_package(tmp_path, monkeypatch):
+    info = tmp_path / "own_rewards-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-rewards\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[verst.rewards]\nfull-marks = own_rewards:full\n")
+    (tmp_path / "own_rewards.py").write_text("def full(media, prompts):\n    return [1.0] * len(prompts)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert make_reward(CustomReward(path="full-marks")).score(clip(7)[None], ["a"]) == [1.0]
 
 
 @pytest.mark.parametrize(
