@@ -4,35 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from typing import TYPE_CHECKING
 
 from verst.config.recipe import Recipe, SftRecipe
+
+if TYPE_CHECKING:
+    from verst.loops.run_folder import RunFolder
 
 
 def run(recipe: Recipe, *, if_complete: str, quiet: bool) -> None:
     """Dispatch to the loop of the recipe; a complete run says so and is left alone unless `if_complete` is new."""
-    if isinstance(recipe, SftRecipe):
-        from verst.loops.sft import train_sft
-
-        train_sft(recipe)
-        return
-    from verst.loops.rl import train_rl
     from verst.loops.run_folder import RunFolder
 
     folder = RunFolder(recipe, if_complete="new" if if_complete == "new" else "summary")
-    summary = folder.summary()
-    if summary is not None:
-        if not quiet:
+    try:
+        summary = folder.summary()
+        if summary is None:
+            _train(recipe, folder, quiet)
+        elif not quiet:
             before, after = summary["heldout_before"], summary["heldout_after"]
             print(
                 f"{folder.path} is complete: {summary['iterations']} iterations, held-out reward "
                 f"{before:.3f} -> {after:.3f}. `--if-complete new` starts it anew (this one is kept beside it); a larger "
                 "run.iterations goes on."
             )
-        return
-    try:
-        asyncio.run(train_rl(recipe, folder, quiet=quiet))
     except asyncio.CancelledError:
         print("stopped at once; the same command goes on from the last checkpoint", file=sys.stderr)
         sys.exit(130)
     finally:
         folder.close()
+
+
+def _train(recipe: Recipe, folder: RunFolder, quiet: bool) -> None:
+    if isinstance(recipe, SftRecipe):
+        from verst.loops.sft import train_sft
+
+        train_sft(recipe, folder, quiet=quiet)
+        return
+    from verst.loops.rl import train_rl
+
+    asyncio.run(train_rl(recipe, folder, quiet=quiet))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,8 +73,11 @@ class Report:
             self._tensorboard.image(iteration, "samples/heldout", picture)
         self._draw_curve()
 
-    def finish(self, iteration: int) -> None:
-        """Curve, before/after picture and closing summary of a run that reached its end."""
+    def finish(self, iteration: int, *, early: bool = False, result: Path | None = None) -> None:
+        """Curve, before/after picture and closing summary of a run that reached its end.
+
+        early: a stop rule ended it before its last iteration. result: a model folder that it wrote.
+        """
         rows = read_metrics(self._folder.metrics)
         _, heldout = series(rows, HELDOUT)
         before, after = (heldout[0], heldout[-1]) if heldout else (None, None)
@@ -87,8 +91,11 @@ class Report:
         latest = self._folder.latest()
         if latest is not None:
             paths["checkpoint"] = latest
+        if result is not None:
+            paths["model"] = result
         self._progress.close()
-        self._folder.finish({"iterations": iteration, "heldout_before": before, "heldout_after": after})
+        summary = {"iterations": iteration, "early": early, "heldout_before": before, "heldout_after": after}
+        self._folder.finish(summary)
         if not self._quiet:
             print_summary(
                 RunSummary(

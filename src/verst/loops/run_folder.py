@@ -72,7 +72,8 @@ class RunFolder:
         if not path.exists():
             return None
         summary: dict[str, Any] = json.loads(path.read_text())
-        return summary if summary["iterations"] >= self.recipe.run.iterations else None
+        done = summary.get("early", False) or summary["iterations"] >= self.recipe.run.iterations
+        return summary if done else None
 
     def finish(self, summary: dict[str, Any]) -> None:
         _write_whole(self.path / "summary.json", json.dumps(summary, indent=1))
@@ -152,7 +153,7 @@ def stored_recipe(run: Path) -> Recipe:
 def stored_rl_recipe(run: Path) -> RlRecipe:
     recipe = stored_recipe(run)
     if not isinstance(recipe, RlRecipe):
-        raise ConfigError(f"{run} is an SFT run; its model is already a pipeline folder at {recipe.model.path}")
+        raise ConfigError(f"{run} is an SFT run; its model is already a pipeline folder: {run / 'pipeline'}")
     return recipe
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verst.config.recipe import SftRecipe, reward_name
-from verst.config.sections import RewardConfig, SamplingConfig
+from verst.config.sections import SamplingConfig
 from verst.errors import RewardError
 from verst.families import Components, Geometry
 from verst.flow.denoise import denoise
@@ -23,9 +23,12 @@ from verst.types import Conditioning, Latents
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     reward: float
-    """Weighted sum over rewards of the mean over prompts."""
+    """Mean of `totals` over the prompts that were scored."""
     by_reward: dict[str, float]
     """reward name -> mean over the prompts it could score."""
+    prompts: list[str]
+    totals: list[float]
+    """One a prompt: the weighted sum over rewards; NaN where one of them failed and was masked."""
     media: Tensor
     """uint8 [N, F, H, W, 3], one a prompt."""
 
@@ -35,7 +38,7 @@ class HeldOut:
 
     def __init__(self, prompts: Sequence[str], recipe: SftRecipe) -> None:
         """Loads the rewards. Raises ConfigError or RewardError."""
-        self._prompts = list(prompts[: recipe.eval.num_prompts])
+        self._prompts = list(prompts)
         self._recipe = recipe
         self._rewards = LocalRewards(recipe.rewards)
 
@@ -55,23 +58,23 @@ class HeldOut:
                 )
             )
         media = torch.cat(batches)
-        by_reward = self._score(media)
-        return Evaluation(reward=weighted(recipe.rewards, by_reward), by_reward=by_reward, media=media)
-
-    def _score(self, media: Tensor) -> dict[str, float]:
-        scores = asyncio.run(self._rewards.score(media, self._prompts))
-        means = {}
-        for name, values in scores.by_reward.items():
-            finite = [value for value in values if math.isfinite(value)]
-            if not finite:
-                raise RewardError(f"reward {name} could score none of {len(values)} held-out pictures")
-            means[name] = sum(finite) / len(finite)
-        return means
+        scores = asyncio.run(self._rewards.score(media, self._prompts)).by_reward
+        weights = {reward_name(config): config.weight for config in recipe.rewards}
+        totals = [sum(weights[n] * scores[n][i] for n in weights) for i in range(len(self._prompts))]
+        return Evaluation(
+            reward=_mean_of_finite("total", totals),
+            by_reward={name: _mean_of_finite(name, values) for name, values in scores.items()},
+            prompts=self._prompts,
+            totals=totals,
+            media=media,
+        )
 
 
-def weighted(configs: Sequence[RewardConfig], by_reward: dict[str, float]) -> float:
-    """The rewards' weighted sum."""
-    return sum(config.weight * by_reward[reward_name(config)] for config in configs)
+def _mean_of_finite(name: str, values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        raise RewardError(f"reward {name} could score none of {len(values)} held-out pictures")
+    return sum(finite) / len(finite)
 
 
 @torch.no_grad()

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from verst.algorithms.sft import draw_sigmas, noised, velocity_loss
 from verst.config.recipe import SftRecipe
-from verst.config.sections import SftConfig
 from verst.families import Components
 from verst.flow.noise import derive_seed
+from verst.loops.run_folder import RunFolder
 from verst.loops.sft_run import SftRun
 from verst.loops.text_lines import TextLines
 from verst.trainer.core import TileLoss
@@ -30,21 +30,21 @@ _NUM_SIGMA_BUCKETS = 4
 """The loss is also reported by quarter of the noise level: the quarters differ in size, and a mean hides which moves."""
 
 
-def train_sft(recipe: SftRecipe, *, progress: Callable[[str], None] = print) -> Path:
-    """Run the recipe and return the folder of the trained pipeline, `<run folder>/pipeline`.
+def train_sft(recipe: SftRecipe, folder: RunFolder, *, quiet: bool = False) -> Path:
+    """Run to the end or the stop rule; returns the folder of the trained pipeline, `<run folder>/pipeline`.
 
-    Started again in the same run folder, it goes on from the newest checkpoint there. Raises ConfigError, ModelError,
-    PromptError or RewardError before any training for what is wrong with the recipe or its files; InvariantError when
-    the loss is not finite or the stop rule cannot be met.
+    The same call on the same folder goes on from its newest checkpoint. Raises ConfigError, ModelError, PromptError
+    or RewardError before any training for what is wrong with the recipe or its files; InvariantError when the loss is
+    not finite or the stop rule cannot be met.
     """
-    run = SftRun(recipe, progress)
-    for step in range(run.trainer.num_steps, recipe.run.iterations):
-        if step % recipe.eval.every == 0 and run.reached_stop():
-            return run.pipeline
-        seed = derive_seed(recipe.run.seed, "sft", step)
-        batch = make_batch(run.components, run.data, recipe.algorithm, seed=seed)
-        run.after_step(run.trainer.step(make_tiles(run.components, batch, recipe)))
-    return run.pipeline if run.reached_stop() else run.save_last()
+    with SftRun(recipe, folder, quiet=quiet) as run:
+        iteration, stopped = run.start(), False
+        while iteration < recipe.run.iterations and not stopped:
+            batch = make_batch(run.components, run.data, recipe, iteration)
+            metrics = run.trainer.step(make_tiles(run.components, batch, recipe))
+            iteration += 1
+            stopped = run.after_step(iteration, metrics)
+        return run.end(iteration, stopped=stopped)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,9 @@ class Batch:
     """[B] fp32 in [0, 1]."""
 
 
-def make_batch(components: Components, data: TextLines, config: SftConfig, *, seed: int) -> Batch:
-    """Pictures, noise, noise levels and dropped captions, all from `seed` and all drawn on the CPU."""
+def make_batch(components: Components, data: TextLines, recipe: SftRecipe, step: int) -> Batch:
+    """Pictures, noise, noise levels and dropped captions: drawn on the CPU, from (run seed, step) alone."""
+    config, seed = recipe.algorithm, derive_seed(recipe.run.seed, "sft", step)
     generator = torch.Generator().manual_seed(seed)
     size, device = config.batch_size, components.device
     captions, media = data.batch(size, seed=derive_seed(seed, "pictures"))

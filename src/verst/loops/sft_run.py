@@ -1,19 +1,19 @@
-"""What a supervised run is made of, wired once: model, data, held-out set, trainer, run folder, checkpoints."""
+"""What a supervised run is made of, wired once: model, data, held-out set, trainer, reports, checkpoints."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from verst.config.load import missing_files
+from verst.config import missing_files
 from verst.config.recipe import SftRecipe
 from verst.config.sections import LoraFinetune
 from verst.errors import ConfigError, InvariantError, PromptError
@@ -21,152 +21,184 @@ from verst.families import ALL_PARTS, Components, Geometry, recognise
 from verst.families.tiny import build_glyphs
 from verst.loops.autoencoder import train_autoencoder
 from verst.loops.pipeline_folder import save_pipeline
-from verst.loops.sampling import HeldOut
+from verst.loops.report import HELDOUT, Report
+from verst.loops.run_folder import RunFolder
+from verst.loops.sampling import Evaluation, HeldOut
 from verst.loops.text_lines import TextLines
+from verst.obs.metrics import MetricsLog
+from verst.rewards import prompt_problems
 from verst.rollout.prompts import read_prompts
 from verst.trainer import checkpoint
 from verst.trainer.core import StepMetrics, Trainer
 from verst.weights.lora import LoraSpec, attach_lora
 
 _TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
-_LOG_EVERY_S = 5.0
-"""Seconds between progress lines."""
 
 
 class SftRun:
-    """Everything `train_sft` calls between two optimizer steps; it starts at its newest checkpoint."""
+    """What `train_sft` calls around the optimizer steps. Use as a context manager: it closes its files."""
 
-    def __init__(self, recipe: SftRecipe, progress: Callable[[str], None]) -> None:
+    def __init__(self, recipe: SftRecipe, folder: RunFolder, *, quiet: bool) -> None:
         """Raises ConfigError, ModelError, PromptError or RewardError for what cannot work, before any training."""
-        self.recipe = recipe
-        self._progress = progress
-        self._started_s = self._last_line_s = time.monotonic()
-        self.device = _device(recipe)
-        torch.set_num_threads(recipe.run.threads or len(os.sched_getaffinity(0)))
-        torch.manual_seed(recipe.run.seed)
         missing = missing_files(recipe)
         if missing:
             raise ConfigError("\n".join(missing))
-        captions, heldout = _prompts(recipe)
+        self._recipe = recipe
+        self._folder = folder
+        self._device = _device(recipe)
+        torch.set_num_threads(recipe.run.threads or len(os.sched_getaffinity(0)))
+        torch.manual_seed(recipe.run.seed)
+        captions, prompts = _prompts(recipe)
         size = recipe.sampling
         self.data = TextLines(captions, recipe.data.fonts, height=size.height, width=size.width)
-        self.heldout = HeldOut(heldout, recipe)
-        self.components = _load(recipe, self.device, [*captions, *heldout])
-        self.trainer = Trainer(
-            _trained_modules(self.components, recipe), recipe.trainer, total_steps=recipe.run.iterations
-        )
-        self.folder = recipe.run.folder / recipe.run.name
-        self.pipeline = self.folder / "pipeline"
+        self._heldout = HeldOut(prompts, recipe)
+        self.components = _load(recipe, self._device, [*captions, *prompts])
+        trained = _trained_modules(self.components, recipe)
+        self.trainer = Trainer(trained, recipe.trainer, total_steps=recipe.run.iterations)
+        self.pipeline = folder.path / "pipeline"
         """Where the result goes."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._checkpoints = self.folder / "checkpoints"
-        if not self._resume() and recipe.autoencoder.steps:
+        self._last_step_s = time.perf_counter()
+        self._report = Report(recipe, folder, quiet=quiet)
+
+    def __enter__(self) -> SftRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._report.close()
+
+    def start(self) -> int:
+        """Optimizer steps done: those of the newest checkpoint, or 0 after the autoencoder's stage."""
+        latest = self._folder.latest()
+        if latest is not None:
+            state = checkpoint.read_state(latest)
+            checkpoint.read_tensors(latest, self._tensors(), alone=True)
+            self.components.modules["vae"].register_to_config(**state["autoencoder"])
+            self.trainer.num_steps = int(state["iteration"])
+            self._report.resume_at(self.trainer.num_steps)
+            return self.trainer.num_steps
+        self._report.resume_at(-1)
+        if self._recipe.autoencoder.steps:
             self._train_autoencoder()
-
-    def reached_stop(self) -> bool:
-        """Evaluate; where the reward is high enough, save, evaluate what was saved, and judge that.
-
-        Raises InvariantError when it is above stop.reward_at_most: the step that was wanted has been passed.
-        """
-        recipe, stop, step = self.recipe, self.recipe.stop, self.trainer.num_steps
         with self._evaluated_weights():
-            live = self.heldout.evaluate(self.components)
-            self._log(step, {"heldout_reward": live.reward})
-            if stop.reward_at_least is None or live.reward < stop.reward_at_least:
-                return False
-            self.save()
-        saved = recognise(self.pipeline).load(self.pipeline, parts=ALL_PARTS, dtype=torch.float32, device=self.device)
-        reward = self.heldout.evaluate(saved).reward
-        self._log(step, {"saved_heldout_reward": reward})
+            self._report.iteration(0, self._evaluate(self.components, 0))
+        self._last_step_s = time.perf_counter()
+        return 0
+
+    def after_step(self, iteration: int, step: StepMetrics) -> bool:
+        """Report, evaluate and save what is due; True when the stop rule is met and the pipeline is written.
+
+        Raises InvariantError when the rule cannot be met any more.
+        """
+        recipe = self._recipe
+        last = iteration == recipe.run.iterations
+        metrics = step_metrics(step) | {"perf/iteration_s": time.perf_counter() - self._last_step_s}
+        stop = False
+        if iteration % recipe.eval.every == 0 or last:
+            with self._evaluated_weights():
+                metrics |= self._evaluate(self.components, iteration)
+                stop = self._reached_stop(iteration, metrics)
+        self._report.iteration(iteration, metrics)
+        if iteration % recipe.checkpoint.every == 0 or last:
+            self._save_checkpoint(iteration)
+        self._last_step_s = time.perf_counter()
+        return stop
+
+    def end(self, iteration: int, *, stopped: bool) -> Path:
+        """The written pipeline. Raises InvariantError when a stop rule was set and never met."""
+        at_least = self._recipe.stop.reward_at_least
+        if not stopped and at_least is not None:
+            raise InvariantError(
+                f"the held-out reward never reached stop.reward_at_least = {at_least} in {iteration} steps; raise "
+                "run.iterations and start again: the run goes on from its checkpoint"
+            )
+        if not stopped:
+            with self._evaluated_weights():
+                self._save_pipeline()
+        self._report.finish(iteration, early=stopped, result=self.pipeline)
+        return self.pipeline
+
+    def _reached_stop(self, iteration: int, metrics: dict[str, float]) -> bool:
+        """Where the reward is high enough: save, evaluate what was saved (it is rounded), and judge that."""
+        stop = self._recipe.stop
+        if stop.reward_at_least is None or metrics[HELDOUT] < stop.reward_at_least:
+            return False
+        self._save_pipeline()
+        saved = recognise(self.pipeline).load(self.pipeline, parts=ALL_PARTS, dtype=torch.float32, device=self._device)
+        reward = self._heldout.evaluate(saved).reward
+        metrics[f"{HELDOUT}_saved"] = reward
         if stop.reward_at_most is not None and reward > stop.reward_at_most:
             raise InvariantError(
-                f"step {step}: the held-out reward is {reward:.3f}, above stop.reward_at_most = {stop.reward_at_most}, "
-                f"and was below stop.reward_at_least = {stop.reward_at_least} before; "
-                f"lower eval.every = {recipe.eval.every} or trainer.lr"
+                f"step {iteration}: the held-out reward is {reward:.3f}, above stop.reward_at_most = "
+                f"{stop.reward_at_most}, and was below stop.reward_at_least = {stop.reward_at_least} before; "
+                f"lower eval.every = {self._recipe.eval.every} or trainer.lr"
             )
         return reward >= stop.reward_at_least
 
-    def save(self) -> Path:
-        """Write the pipeline folder with the weights that are in the modules now."""
-        return save_pipeline(self.components, self.pipeline, dtype=getattr(torch, self.recipe.save_dtype))
-
-    def save_last(self) -> Path:
-        """After all iterations. Raises InvariantError when a stop rule was set, which then was never met."""
-        at_least = self.recipe.stop.reward_at_least
-        if at_least is not None:
-            raise InvariantError(
-                f"the held-out reward never reached stop.reward_at_least = {at_least} in {self.recipe.run.iterations} "
-                "steps; raise run.iterations and start again: the run goes on from its checkpoint"
-            )
-        with self._evaluated_weights():
-            return self.save()
-
-    def after_step(self, metrics: StepMetrics) -> None:
-        """Log the step, and write a checkpoint where one is due."""
-        step = self.trainer.num_steps
-        self._log(
-            step,
-            {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "lr": metrics.lr, **_means(metrics.sums)},
+    def _evaluate(self, components: Components, iteration: int) -> dict[str, float]:
+        started_s = time.perf_counter()
+        evaluation: Evaluation = self._heldout.evaluate(components)
+        shown = slice(0, self._recipe.eval.grid)
+        self._report.pictures(
+            iteration, evaluation.media[shown, 0].numpy(), evaluation.prompts[shown], evaluation.totals[shown]
         )
-        if step % self.recipe.checkpoint.every == 0 or step == self.recipe.run.iterations:
-            partial = checkpoint.partial_folder(self._checkpoints, step)
-            checkpoint.write_tensors(partial, self._tensors(), alone=True)
-            config = self.components.modules["vae"].config
-            scale = {"shift_factor": config.shift_factor, "scaling_factor": config.scaling_factor}
-            checkpoint.publish(
-                self._checkpoints, step, {"step": step, "autoencoder": scale}, keep=self.recipe.checkpoint.keep
-            )
-
-    def _resume(self) -> bool:
-        checkpoint.sweep(self._checkpoints)
-        found = checkpoint.published(self._checkpoints)
-        if not found:
-            return False
-        state = checkpoint.read_state(found[-1])
-        checkpoint.read_tensors(found[-1], self._tensors(), alone=True)
-        self.components.modules["vae"].register_to_config(**state["autoencoder"])
-        self.trainer.num_steps = state["step"]
-        self._progress(f"going on from {found[-1]}")
-        return True
+        named = {f"{HELDOUT}/{name}": value for name, value in evaluation.by_reward.items()}
+        return {HELDOUT: evaluation.reward, **named, "perf/eval_s": time.perf_counter() - started_s}
 
     def _train_autoencoder(self) -> None:
-        def report(step: int, metrics: StepMetrics) -> None:
-            self._log(step, {"autoencoder_loss": metrics.loss, "autoencoder_grad_norm": metrics.grad_norm})
+        config, seed = self._recipe.autoencoder, self._recipe.run.seed
+        self._report.status(f"training the autoencoder for {config.steps} steps")
+        (log := self._folder.path / "autoencoder.jsonl").unlink(missing_ok=True)
+        with MetricsLog(log) as metrics:
+            train_autoencoder(
+                self.components,
+                self.data,
+                config,
+                seed=seed,
+                report=lambda step, values: metrics.append(step, step_metrics(values)),
+            )
 
-        recipe = self.recipe
-        train_autoencoder(self.components, self.data, recipe.autoencoder, seed=recipe.run.seed, report=report)
+    def _save_pipeline(self) -> None:
+        save_pipeline(self.components, self.pipeline, dtype=getattr(torch, self._recipe.save_dtype))
+
+    def _save_checkpoint(self, iteration: int) -> None:
+        root, config = self._folder.checkpoints, self.components.modules["vae"].config
+        checkpoint.write_tensors(checkpoint.partial_folder(root, iteration), self._tensors(), alone=True)
+        scale = {"shift_factor": config.shift_factor, "scaling_factor": config.scaling_factor}
+        state = {"iteration": iteration, "autoencoder": scale}
+        checkpoint.publish(root, iteration, state, keep=self._recipe.checkpoint.keep)
 
     def _tensors(self) -> dict[str, Tensor]:
         vae = self.components.modules["vae"].state_dict()
         return self.trainer.tensors() | {f"autoencoder.{name}": value for name, value in vae.items()}
 
     def _evaluated_weights(self) -> AbstractContextManager[None]:
-        if self.recipe.eval.weights == "live":
+        if self._recipe.eval.weights == "live":
             return nullcontext()
         assert self.trainer.ema is not None  # the recipe refuses anything else
         return self.trainer.ema.applied(self.trainer.named)
 
-    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        now_s = time.monotonic()
-        row = {"step": step, "elapsed_s": round(now_s - self._started_s, 3), **metrics}
-        with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        if "heldout_reward" in metrics or now_s - self._last_line_s > _LOG_EVERY_S:
-            self._last_line_s = now_s
-            self._progress(f"step {step}: " + ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
+
+def step_metrics(step: StepMetrics) -> dict[str, float]:
+    """Names of docs/metrics.md; the loss by quarter of the noise level where the quarter had a sample."""
+    metrics = {"train/loss": step.loss, "train/grad_norm": step.grad_norm, "train/lr": step.lr}
+    for key, count in step.sums.items():
+        name = key.removeprefix("num/")
+        if name != key and count > 0:
+            metrics[f"train/loss_{name}"] = step.sums[f"sum/{name}"] / count
+    return metrics
 
 
 def _device(recipe: SftRecipe) -> torch.device:
-    kind = recipe.run.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device = cuda, but torch sees no CUDA device; use auto or cpu")
-    return torch.device(kind)
+    there = torch.cuda.is_available()
+    if recipe.run.device == "cuda" and not there:
+        raise ConfigError('run.device = "cuda", but torch sees no CUDA device; use "auto" or "cpu"')
+    return torch.device("cuda" if there and recipe.run.device != "cpu" else "cpu")
 
 
 def _prompts(recipe: SftRecipe) -> tuple[list[str], list[str]]:
-    """Captions to draw, and held-out ones. Raises PromptError when the two share one."""
+    """Captions to draw, and the held-out prompts that are evaluated. Raises PromptError when the two share one."""
     captions = [prompt.text for prompt in read_prompts(recipe.data.prompts)]
     heldout = [prompt.text for prompt in read_prompts(recipe.prompts.heldout)]
     shared = sorted(set(captions) & set(heldout))
@@ -175,6 +207,10 @@ def _prompts(recipe: SftRecipe) -> tuple[list[str], list[str]]:
             f"{len(shared)} held-out prompts of {recipe.prompts.heldout} are also drawn from {recipe.data.prompts}, "
             f"e.g. {shared[0]!r}: their reward would say nothing"
         )
+    heldout = heldout[: recipe.eval.num_prompts]
+    problems = [line for reward in recipe.rewards for line in prompt_problems(reward, heldout)]
+    if problems:
+        raise PromptError(f"{len(problems)} held-out prompts cannot be scored: {'; '.join(problems[:3])}")
     return captions, heldout
 
 
@@ -185,15 +221,19 @@ def _load(recipe: SftRecipe, device: torch.device, prompts: list[str]) -> Compon
     family = recognise(path)
     components = family.load(path, parts=ALL_PARTS, dtype=torch.float32, device=device)
     family.check_geometry(components, Geometry(height=recipe.sampling.height, width=recipe.sampling.width))
+    length = recipe.model.max_sequence_length
     if recipe.model.long_prompts == "refuse":
-        problems = family.check_prompts(components, prompts, max_sequence_length=recipe.model.max_sequence_length)
+        problems = family.check_prompts(components, prompts, max_sequence_length=length)
         if problems:
-            raise PromptError("\n".join(problems[:5]) + f"\n({len(problems)} in all; or long_prompts = truncate)")
+            raise PromptError(
+                f"{len(problems)} prompts do not fit the text encoders: {'; '.join(problems[:3])}. Shorten them, raise "
+                "model.max_sequence_length, or set model.long_prompts = truncate"
+            )
     return components
 
 
-def _trained_modules(components: Components, recipe: SftRecipe) -> dict[str, nn.Module]:
-    """Modules whose parameters were just set to be trained."""
+def _trained_modules(components: Components, recipe: SftRecipe) -> Mapping[str, nn.Module]:
+    """The modules whose parameters are trained, and no others, now ask for gradients."""
     transformer, finetune = components.transformer, recipe.model.finetune
     if isinstance(finetune, LoraFinetune):
         targets = finetune.targets or components.family.lora_targets
@@ -207,9 +247,3 @@ def _trained_modules(components: Components, recipe: SftRecipe) -> dict[str, nn.
             if encoder is not None:
                 trained[name] = encoder.requires_grad_(True)
     return trained
-
-
-def _means(sums: Mapping[str, float]) -> dict[str, float]:
-    """`loss_sigma_0` from `sum/sigma_0` and `num/sigma_0`, for the buckets that got a sample."""
-    buckets = [key.removeprefix("num/") for key, count in sums.items() if key.startswith("num/") and count > 0]
-    return {f"loss_{name}": sums[f"sum/{name}"] / sums[f"num/{name}"] for name in buckets}
