@@ -64,10 +64,14 @@ def imports(path: Path) -> Iterator[Import]:
                 base = _absolute(path, child)
                 # `from verst.engine import wire` may name a module: the longer name says more.
                 yield from ((path, child.lineno, f"{base}.{alias.name}", at_import) for alias in child.names)
-            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _for_types_only(child)
             yield from walk(child, at_import and not inside)
 
     return walk(ast.parse(path.read_text()), at_import=True)
+
+
+def _for_types_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def _absolute(path: Path, node: ast.ImportFrom) -> str:

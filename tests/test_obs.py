@@ -192,12 +192,14 @@ METRIC = re.compile(r"^(reward|rollout|policy|train|sync|perf)/[\w/]+$")
 def test_every_metric_in_the_source_is_documented():
     documented = set(re.findall(r"^\| `([\w/<>]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE))
     assert "reward/<name>/mean" in documented
-    used = {
-        node.value: path.name
-        for path in (ROOT / "src").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and METRIC.match(node.value)
-    }
+    used = {}
+    for path in (ROOT / "src").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        pieces = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in ast.walk(tree):
+            whole = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in pieces
+            if whole and METRIC.match(node.value):
+                used[node.value] = path.name
     assert {name: file for name, file in used.items() if name not in documented} == {}
 
 
