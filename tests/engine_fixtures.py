@@ -60,7 +60,7 @@ def made(worker: Worker, *requests: GenerateRequest) -> list[Microgroup]:
     for one, result in zip(requests, results, strict=True):
         if isinstance(result, EngineError):
             raise result
-        microgroups.append(to_microgroup(encode_response(result), keys(one.num_samples)))
+        microgroups.append(to_microgroup(encode_response(result), keys(one.merged().num_samples)))
     return microgroups
 
 

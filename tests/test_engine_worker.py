@@ -111,7 +111,7 @@ def test_log_probs_are_the_gaussians_of_the_stored_latents(
             )["visual"]
             x_next = path.latent_at(step + 1).float()
             expected = normal_log_prob(kind, eta, x[row], x_next, v[row], path.sigmas, step)
-            assert float(path.log_probs[step]) == pytest.approx(expected, abs=1e-6, rel=0)
+            assert float(path.log_probs[step]) == pytest.approx(expected, abs=1e-6, rel=1e-6)
 
 
 def test_a_trainers_forward_gives_exactly_the_engines_log_probs(worker: Worker) -> None:

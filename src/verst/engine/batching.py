@@ -69,6 +69,7 @@ class Batcher:
         self._queue_size = queue_size
         self._timeout_s = request_timeout_s
         self._queue: deque[_Job | _Control] = deque()
+        self._serving: list[_Job] | list[_Control] = []
         self._arrival = asyncio.Event()
         self._stopping = False
         self._front: Components | None = None
@@ -125,9 +126,8 @@ class Batcher:
         finally:
             self._stopping = True
             self._failure = failure
-            for item in self._queue:
-                if not item.done.done():
-                    item.done.set_exception(EngineError(f"the engine is dead: {failure}"))
+            for item in [*self._serving, *self._queue]:
+                _settle(item.done, EngineError(f"the engine is dead: {failure}"))
             self._queue.clear()
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -174,7 +174,7 @@ class Batcher:
         if isinstance(item, _Control):
             await self._serve_control(pool, worker, item)
             return
-        batch = [item, *self._companions(item)]
+        self._serving = batch = [item, *self._companions(item)]
         started = time.perf_counter()
 
         def stopped() -> bool:
@@ -195,6 +195,7 @@ class Batcher:
             _settle(job.done, outcome)
 
     async def _serve_control(self, pool: ThreadPoolExecutor, worker: Worker, item: _Control) -> None:
+        self._serving = [item]
         result = await self._on_thread(pool, lambda: item.call(worker))
         _settle(item.done, result)
 

@@ -7,16 +7,13 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import httpx
 
 from verst.engine.request import GenerateRequest
 from verst.errors import EchoError, EngineError, RequestError, SyncError
 from verst.weights.manifest import Certificate, Manifest, verify
-
-if TYPE_CHECKING:
-    from verst.weights.manifest import Certificate, Manifest
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
@@ -59,13 +56,12 @@ class EngineClient:
 
         Raises SyncError when it did not take exactly these, EngineError when it failed.
         """
-
         try:
             answer = (await self._post("/update_weights_from_shm", dict(manifest))).json()
         except RequestError as error:
             raise SyncError(f"engine {self.url} took no weights: {error}") from error
         certificate: dict[str, Any] = answer["certificate"]
-        verify(cast("Manifest", manifest), cast("Certificate", certificate), engine=self.url)
+        verify(cast(Manifest, manifest), cast(Certificate, certificate), engine=self.url)
         return certificate
 
     async def check_prompts(self, prompts: Sequence[str], *, max_sequence_length: int | None = None) -> list[str]:
