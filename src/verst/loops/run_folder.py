@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -162,10 +162,18 @@ def _facts() -> dict[str, Any]:
     return {
         "command": sys.argv,
         "python": platform.python_version(),
-        "packages": {name: version(name) for name in packages},
+        "packages": {name: _version(name) for name in packages},
         "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
         "git": _git_commit(),
     }
+
+
+def _version(package: str) -> str | None:
+    """None for a package that is not installed: verst itself from a source tree, Ray where only SFT runs."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _git_commit() -> str | None:
