@@ -145,6 +145,11 @@ def test_health_while_loading_and_after_a_failed_load(tmp_path: Path) -> None:
         server.stop()
 
 
+def test_serving_a_folder_that_cannot_be_loaded_ends(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"the engine ended: .*model_index\.json does not exist"):
+        EngineServer(tmp_path / "nothing").serve_forever()
+
+
 def transformer_of(folder: Path) -> dict[str, torch.Tensor]:  # noqa: F811
     return safetensors.torch.load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
 

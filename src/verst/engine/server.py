@@ -54,6 +54,7 @@ class EngineServer:
         self._thread: threading.Thread | None = None
         self._server: uvicorn.Server | None = None
         self._batcher: Batcher | None = None
+        self._failure: BaseException | None = None
 
     @property
     def url(self) -> str:
@@ -73,9 +74,16 @@ class EngineServer:
         self._thread.start()
 
     def serve_forever(self) -> None:
-        """Bind and serve from this, the main thread, until SIGINT or SIGTERM. Raises ConfigError like `start`."""
+        """Bind and serve from this, the main thread, until SIGINT or SIGTERM.
+
+        Raises ConfigError like `start`, and EngineError as soon as the engine is dead: whoever supervises the process
+        shall see its end.
+        """
         self._bind()
-        self._serve()
+        print(f"{self._folder} is served at {self.url}", flush=True)
+        self._serve(until_failure=True)
+        if self._failure is not None:
+            raise EngineError(f"the engine ended: {self._failure}") from self._failure
 
     def wait_ready(self, timeout_s: float = 600.0) -> None:
         """Returns when the model is loaded. Raises EngineError when it cannot be, or not in time."""
@@ -122,10 +130,10 @@ class EngineServer:
             ) from error
         self._socket = sock
 
-    def _serve(self) -> None:
+    def _serve(self, *, until_failure: bool = False) -> None:
         assert self._socket is not None
         config = uvicorn.Config(
-            self._app(),
+            self._app(until_failure=until_failure),
             log_level="warning",
             lifespan="on",
             timeout_graceful_shutdown=5,
@@ -135,7 +143,7 @@ class EngineServer:
         self._server = uvicorn.Server(config)
         self._server.run(sockets=[self._socket])
 
-    def _app(self) -> Starlette:
+    def _app(self, *, until_failure: bool) -> Starlette:
         batcher = Batcher(
             self._load,
             deterministic=self._deterministic,
@@ -153,10 +161,18 @@ class EngineServer:
             **self._limits,
         }
 
+        def ended(task: asyncio.Task[None]) -> None:
+            if task.cancelled() or task.exception() is None:
+                return
+            self._failure = task.exception()
+            _log.error("the engine ended", exc_info=self._failure)
+            if until_failure and self._server is not None:
+                self._server.should_exit = True
+
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
             task = asyncio.create_task(batcher.run(), name="verst-engine-batcher")
-            task.add_done_callback(_log_end)
+            task.add_done_callback(ended)
             yield
             task.cancel()
             await asyncio.wait({task})
@@ -178,8 +194,3 @@ def _resolve(host: str, port: int) -> tuple[int, int, int, str, tuple[str | int,
     except socket.gaierror as error:
         raise ConfigError(f"engine.host = {host!r} is no address of this machine: {error.strerror}") from error
     return found[0]  # type: ignore[return-value]
-
-
-def _log_end(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        _log.error("the engine ended", exc_info=task.exception())
