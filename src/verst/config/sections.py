@@ -365,7 +365,7 @@ class TextLinesData(Section):
     prompts: Path
     """Captions to draw, one a line; the held-out ones of [prompts] must not be among them."""
     fonts: tuple[str, ...] = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSerif.ttf", "DejaVuSansMono.ttf")
-    """TrueType files, by path or by a name that the system finds."""
+    """TrueType files: by path, by name among those that matplotlib brings, or by a name that the system finds."""
 
 
 class AutoencoderConfig(Section):

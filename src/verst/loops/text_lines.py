@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ class TextLines:
     """Captions and fonts; a batch depends on its seed alone."""
 
     def __init__(self, captions: Sequence[str], fonts: Sequence[str], *, height: int, width: int) -> None:
-        """height, width: pixels. Raises ConfigError for a font that is not there or a picture too small for it."""
+        """height, width: pixels. Raises ConfigError for a font that is not there."""
         self._captions = list(captions)
         self._fonts = [str(font) for font in fonts]
         self._height, self._width = height, width
@@ -39,7 +40,7 @@ class TextLines:
         return captions, torch.from_numpy(pictures).unsqueeze(1).unsqueeze(-1).expand(-1, -1, -1, -1, 3).contiguous()
 
     def draw(self, text: str, rng: random.Random) -> np.ndarray:
-        """uint8 [height, width] grey levels: `text` in a random font, size and place, whole and inside the picture."""
+        """uint8 [height, width] grey levels: `text` in a random font, size and place, inside the picture."""
         font_name = rng.choice(self._fonts)
         largest = self._largest_size(font_name, text)
         font = _load_font(font_name, max(6, round(largest * rng.uniform(_SMALLEST, 1.0))))
@@ -65,24 +66,21 @@ class TextLines:
         return reference * fit
 
 
-def read_lines(path: Path) -> list[str]:
-    """The non-empty lines of a text file, stripped. Raises PromptError when there is none or it cannot be read."""
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path} cannot be read: {error}") from error
-    lines = [line for line in lines if line]
-    if not lines:
-        raise PromptError(f"{path} holds no lines")
-    return lines
-
-
 @functools.lru_cache(maxsize=256)
 def _load_font(name: str, size: int) -> ImageFont.FreeTypeFont:
+    bundled = _bundled_fonts() / name
     try:
-        return ImageFont.truetype(name, size)
+        return ImageFont.truetype(str(bundled) if bundled.is_file() else name, size)
     except OSError:
         raise ConfigError(
-            f"data.fonts: no TrueType font {name!r} was found; install it (the DejaVu fonts are Debian's "
-            "fonts-dejavu-core and fonts-dejavu-extra) or give the path of a .ttf file"
+            f"data.fonts: no TrueType font {name!r} was found among {_bundled_fonts()} and the system's fonts; "
+            "give the path of a .ttf file, or install it"
         ) from None
+
+
+def _bundled_fonts() -> Path:
+    """The DejaVu fonts inside matplotlib, which is not imported: the same pictures on any machine."""
+    spec = importlib.util.find_spec("matplotlib")
+    assert spec is not None  # a dependency of verst
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf"
