@@ -6,9 +6,11 @@ K counts kept latents, T the denoising steps, B the samples of a batch, `...` on
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Latents = dict[str, Tensor]
@@ -66,15 +68,65 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """Size of what is made; requests of equal geometry may share a batch."""
+
+    height: int
+    """Pixels."""
+    width: int
+    """Pixels."""
+    num_frames: int = 1
+    fps: float | None = None
+    """Frames a second; None for an image."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Conditioning:
     """What the transformer was told besides latents and noise level; rows follow the samples of a microgroup."""
 
     positive: dict[str, Tensor]
+    """name -> [B, ...]"""
     negative: dict[str, Tensor] | None
+    """The unconditional side, with guidance only."""
+    geometry: Geometry | None = None
+    """Of all rows."""
 
     def rows(self, index: Tensor | slice) -> Conditioning:
         negative = None if self.negative is None else {k: v[index] for k, v in self.negative.items()}
-        return Conditioning(positive={k: v[index] for k, v in self.positive.items()}, negative=negative)
+        positive = {k: v[index] for k, v in self.positive.items()}
+        return Conditioning(positive=positive, negative=negative, geometry=self.geometry)
+
+
+def join_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Rows of several conditionings as one batch: name -> [sum of B, ...].
+
+    Token sequences (dim 1) of unlike length are padded with zeros at the end; a family whose model sees padding
+    carries a mask, whose padding is 0 = not there.
+    """
+    return {name: _cat_padded([part[name] for part in parts]) for name in parts[0]}
+
+
+def join_conditioning(parts: Sequence[Conditioning]) -> Conditioning:
+    """All rows of conditionings of one geometry, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    negatives = [part.negative for part in parts if part.negative is not None]
+    return Conditioning(
+        positive=join_rows([part.positive for part in parts]),
+        negative=join_rows(negatives) if negatives else None,
+        geometry=parts[0].geometry,
+    )
+
+
+def _cat_padded(tensors: Sequence[Tensor]) -> Tensor:
+    longest = max((t.shape[1] for t in tensors if t.ndim > 1), default=0)
+    padded = [
+        torch.cat([t, t.new_zeros((len(t), longest - t.shape[1], *t.shape[2:]))], dim=1)
+        if t.ndim > 1 and t.shape[1] < longest
+        else t
+        for t in tensors
+    ]
+    return torch.cat(padded)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from verst.families import Components
+from verst.types import join_rows
 
 Row = dict[str, Tensor]
 """Conditioning name -> [1, ...]"""
@@ -32,8 +32,7 @@ class PromptCache:
         found: dict[str, Row] = {}
         for prompt in dict.fromkeys(prompts):
             found[prompt] = self._row(components, prompt, max_sequence_length)
-        first = found[prompts[0]]
-        return {name: torch.cat([found[prompt][name] for prompt in prompts]) for name in first}
+        return join_rows([found[prompt] for prompt in prompts])
 
     def clear(self) -> None:
         self._rows.clear()

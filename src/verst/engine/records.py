@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -111,7 +112,7 @@ def _environment(job: Resolved, conditioning: Conditioning, row: int) -> dict[st
     part: slice | int = slice(None) if shared else row
     negative = conditioning.negative
     return {
-        "image_kwargs": {},
+        "image_kwargs": dataclasses.asdict(job.geometry),
         "pos_cond_kwargs": {name: t[part].cpu() for name, t in conditioning.positive.items()},
         "neg_cond_kwargs": None if negative is None else {name: t[part].cpu() for name, t in negative.items()},
         "guidance": None,

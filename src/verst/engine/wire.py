@@ -19,7 +19,7 @@ from torch import Tensor
 
 from verst.engine.request import GenerateRequest
 from verst.errors import EngineError
-from verst.types import Conditioning, Microgroup, Sample, SampleKey, StreamTrajectory
+from verst.types import Conditioning, Geometry, Microgroup, Sample, SampleKey, StreamTrajectory
 
 __all__ = ["GenerateRequest", "decode_response", "encode_response", "to_microgroup"]
 
@@ -157,12 +157,13 @@ def _conditioning(records: Sequence[dict[str, Any]]) -> Conditioning:
     first = records[0]["denoising_env"]
     if first is None:
         return Conditioning(positive={}, negative=None)
+    geometry = Geometry(**first["image_kwargs"])
     if records[0]["echo"]["share_denoising_env"]:
-        return Conditioning(positive=first["pos_cond_kwargs"], negative=first["neg_cond_kwargs"])
+        return Conditioning(positive=first["pos_cond_kwargs"], negative=first["neg_cond_kwargs"], geometry=geometry)
     envs = [record["denoising_env"] for record in records]
 
     def stacked(name: str) -> dict[str, Tensor]:
         return {key: torch.stack([env[name][key] for env in envs]) for key in first[name]}
 
     negative = None if first["neg_cond_kwargs"] is None else stacked("neg_cond_kwargs")
-    return Conditioning(positive=stacked("pos_cond_kwargs"), negative=negative)
+    return Conditioning(positive=stacked("pos_cond_kwargs"), negative=negative, geometry=geometry)

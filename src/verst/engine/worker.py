@@ -94,7 +94,7 @@ class Worker:
         if jobs[0].guided:
             negatives = [job.negative_prompt for job in jobs for _ in job.prompts]
             negative = self.prompt_cache.rows(self.components, negatives, max_sequence_length=length)
-        return Conditioning(positive=positive, negative=negative)
+        return Conditioning(positive=positive, negative=negative, geometry=jobs[0].geometry)
 
     def _denoise(
         self, jobs: Sequence[Resolved], conditioning: Conditioning, stopped: Callable[[], bool]

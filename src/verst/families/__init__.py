@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 from verst.errors import ModelError
-from verst.families.base import ALL_PARTS, Components, Family, Geometry, Part, SamplingDefaults
+from verst.families.base import ALL_PARTS, Components, Family, Part, SamplingDefaults
 from verst.families.sd3 import Sd3
+from verst.types import Geometry
 
 FAMILIES: dict[str, Family] = {"StableDiffusion3Pipeline": Sd3()}
 """Pipeline class in model_index.json -> family."""

@@ -6,6 +6,7 @@ its model's timestep.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
-from verst.types import Conditioning, Latents
+from verst.types import Conditioning, Geometry, Latents
 
 Part = Literal["transformer", "text", "autoencoder", "scheduler"]
 ALL_PARTS: tuple[Part, ...] = ("transformer", "text", "autoencoder", "scheduler")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Geometry:
-    """Size of what is made; requests of equal geometry may share a batch."""
-
-    height: int
-    width: int
-    num_frames: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +44,11 @@ class Components:
     device: torch.device
     dtype: torch.dtype
 
-    @property
+    @functools.cached_property
     def transformer(self) -> nn.Module:
-        module: nn.Module = self.modules["transformer"]
-        return module
+        """What is trained and what `velocity` takes: the transformer, or a ModuleDict of a family's experts."""
+        experts = {name: self.modules[name] for name in ("transformer", "transformer_2") if self.modules.get(name)}
+        return nn.ModuleDict(experts) if len(experts) > 1 else self.modules["transformer"]
 
 
 class Family(Protocol):

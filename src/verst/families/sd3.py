@@ -14,10 +14,10 @@ import transformers
 from torch import Tensor, nn
 
 from verst.errors import ModelError, RequestError
-from verst.families.base import ALL_PARTS, Components, Geometry, Part, SamplingDefaults, to_uint8
+from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
 from verst.flow.guidance import classifier_free
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
-from verst.types import Conditioning, Latents
+from verst.types import Conditioning, Geometry, Latents
 
 _PARTS: dict[Part, tuple[str, ...]] = {
     "transformer": ("transformer",),

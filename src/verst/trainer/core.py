@@ -134,14 +134,14 @@ class Trainer:
             }
 
     def _backward(self, tiles: Sequence[Callable[[], TileLoss]]) -> tuple[float, dict[str, float], dict[str, float]]:
-        sharded = [net for net in self.modules.values() if isinstance(net, FSDPModule)]
+        sharded = [m for net in self.modules.values() for m in net.modules() if isinstance(m, FSDPModule)]
         world = 1 if self.mesh is None else self.mesh.size()
         losses: list[Tensor] = []
         sums: dict[str, list[Tensor]] = {}
         maxima: dict[str, list[Tensor]] = {}
         for index, tile in enumerate(tiles):
             for net in sharded:
-                net.set_requires_gradient_sync(index == len(tiles) - 1)
+                net.set_requires_gradient_sync(index == len(tiles) - 1, recurse=False)
             out = tile()
             # FSDP2 averages gradients over ranks, while the tiles' losses add up to the mean: undo its division.
             (out.loss * world).backward()

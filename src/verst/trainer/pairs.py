@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from verst.types import Conditioning, Latents, Microgroup
+from verst.types import Conditioning, Latents, Microgroup, join_conditioning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +126,7 @@ def _tile(rows: Sequence[tuple[PairBlock, int]], piece: slice, device: torch.dev
     def spread(name: str, field: str) -> Tensor:
         return join([getattr(b, field)[name][s].expand(n) for (b, s), n in zip(rows, sizes, strict=True)])
 
-    conditioning = [block.conditioning.rows(piece) for block, _ in rows]
-    negatives = [c.negative for c in conditioning if c.negative is not None]
+    conditioning = join_conditioning([block.conditioning.rows(piece) for block, _ in rows])
     return Tile(
         latents={name: join([b.latents[name][s][piece] for b, s in rows]).float() for name in streams},
         next_latents={name: join([b.next_latents[name][s][piece] for b, s in rows]).float() for name in streams},
@@ -137,8 +136,13 @@ def _tile(rows: Sequence[tuple[PairBlock, int]], piece: slice, device: torch.dev
         old_log_probs={name: join([b.old_log_probs[name][s][piece] for b, s in rows]) for name in streams},
         advantages=join([b.advantages[piece] for b, _ in rows]),
         weight=join([b.mask[piece].float() for b, _ in rows]),
-        conditioning=Conditioning(
-            positive={k: join([c.positive[k] for c in conditioning]) for k in conditioning[0].positive},
-            negative={k: join([n[k] for n in negatives]) for k in negatives[0]} if negatives else None,
-        ),
+        conditioning=to_device(conditioning, device),
     )
+
+
+def to_device(conditioning: Conditioning, device: torch.device) -> Conditioning:
+    def move(side: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.to(device) for name, value in side.items()}
+
+    negative = None if conditioning.negative is None else move(conditioning.negative)
+    return replace(conditioning, positive=move(conditioning.positive), negative=negative)

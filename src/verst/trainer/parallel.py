@@ -9,6 +9,8 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from verst.weights.lora import adaptable
+
 
 def open_store(host: str, port: int, *, rank: int, world_size: int) -> TCPStore:
     """Where ranks find each other. Rank 0 opens it (port 0: any free one, see `.port`); the others join it."""
@@ -36,7 +38,9 @@ def shard(module: nn.Module, *, blocks: tuple[str, ...], mesh: DeviceMesh, compu
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False, output_dtype=None
     )
-    for child in list(module.modules()):
-        if type(child).__name__ in blocks:
-            fully_shard(child, mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh, mp_policy=policy)
+    for model in adaptable(module):
+        for child in list(model.modules()):
+            if type(child).__name__ in blocks:
+                fully_shard(child, mesh=mesh, mp_policy=policy)
+        # Each expert is a root of its own: `velocity` calls it, never the ModuleDict around it.
+        fully_shard(model, mesh=mesh, mp_policy=policy)

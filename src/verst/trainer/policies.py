@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from verst.flow.transitions import StepDistribution, Transition
 from verst.trainer.core import Ema
 from verst.trainer.pairs import Tile
 from verst.trainer.parallel import shard
+from verst.weights.lora import adaptable
 
 Reference = AbstractContextManager[nn.Module]
 
@@ -89,12 +89,14 @@ class ReferencePolicy:
 
     @contextmanager
     def _adapter_off(self) -> Iterator[nn.Module]:
-        policy = cast(Any, self._policy)
-        policy.disable_adapters()
+        models = adaptable(self._policy)
+        for model in models:
+            model.disable_adapters()
         try:
             yield self._policy
         finally:
-            policy.enable_adapters()
+            for model in models:
+                model.enable_adapters()
 
 
 def frozen_copy(

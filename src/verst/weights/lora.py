@@ -45,8 +45,14 @@ def attach_lora(module: nn.Module, spec: LoraSpec) -> int:
     config = LoraConfig(
         r=spec.rank, lora_alpha=cast(int, spec.alpha), target_modules=list(spec.targets), lora_dropout=0.0, bias="none"
     )
-    module.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
+    for model in adaptable(module):
+        model.add_adapter(config, adapter_name=ADAPTER)
     return sum(isinstance(layer, LoraLayer) for layer in module.modules())
+
+
+def adaptable(module: nn.Module) -> list[Any]:
+    """The diffusers models inside: the module itself, or each expert of a ModuleDict."""
+    return list(module.children()) if isinstance(module, nn.ModuleDict) else [module]
 
 
 def is_lora_parameter(name: str) -> bool:
@@ -57,5 +63,5 @@ def lora_spec_of(module: nn.Module) -> LoraSpec | None:
     """The LoRA that `attach_lora` put on a module; None where there is none."""
     if not any(isinstance(layer, LoraLayer) for layer in module.modules()):
         return None
-    config: LoraConfig = cast(Any, module).peft_config[ADAPTER]
+    config: LoraConfig = adaptable(module)[0].peft_config[ADAPTER]
     return LoraSpec(rank=config.r, alpha=config.lora_alpha, targets=tuple(sorted(config.target_modules or ())))
