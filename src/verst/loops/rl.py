@@ -201,7 +201,8 @@ def reward_metrics(recipe: RlRecipe, groups: list[Group], batch: Batch) -> dict[
     for name, weight in reward_weights(recipe).items():
         values = np.array([v for group in groups for v in group.rewards()[name]])
         metrics[f"reward/{name}/mean"] = mean_of_finite(values)
-        total = total + weight * values
+        if weight != 0:  # 0 * NaN is NaN: a reward that is only watched must not mask a sample
+            total = total + weight * values
     finite = total[np.isfinite(total)]
     return metrics | {
         "reward/train_mean": mean_of_finite(total),
@@ -246,8 +247,8 @@ def heldout_rewards(recipe: RlRecipe, scored: list[ScoredMicrogroup]) -> dict[st
         reward_name(reward): [v for item in scored for v in item.scores.by_reward[reward_name(reward)]]
         for reward in recipe.rewards
     }
-    weights = reward_weights(recipe)
-    columns: Any = zip(*(np.array(values) * weights[name] for name, values in by_name.items()), strict=True)
+    weights = {name: weight for name, weight in reward_weights(recipe).items() if weight != 0}
+    columns: Any = zip(*(np.array(by_name[name]) * weight for name, weight in weights.items()), strict=True)
     return {**by_name, "total": [float(sum(row)) for row in columns]}
 
 

@@ -1,0 +1,438 @@
+"""The microgroup pipeline, what a rollout consists of, the pool of engines, and stopping: all without a process."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import os
+import signal
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_fixtures import WORDS, recipe_with
+
+from verst.engine.wire import GenerateRequest
+from verst.errors import EchoError, EngineError, InvariantError, RewardError, SyncError
+from verst.loops.batch import make_batch
+from verst.loops.rl import heldout_rewards, reward_metrics
+from verst.loops.stop import Interrupted, StopSignal
+from verst.rollout.engines import EnginePool
+from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, assemble
+from verst.rollout.plan import MicrogroupTask, plan_evaluation, plan_rollout
+from verst.rollout.prompts import PromptSource
+from verst.types import Conditioning, Microgroup, Sample, SampleKey, Scores
+
+
+def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs an async test on an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+def task_of(group: int, first: int, size: int = 2) -> MicrogroupTask:
+    keys = tuple(SampleKey(rollout=0, group=group, index=first + i) for i in range(size))
+    request = GenerateRequest(prompt=f"prompt {group}", seeds=tuple(range(size)))
+    return MicrogroupTask(keys=keys, prompts=(f"prompt {group}",) * size, request=request)
+
+
+def microgroup_of(keys: Sequence[SampleKey], *, version: int = 0) -> Microgroup:
+    samples = tuple(
+        Sample(
+            key=key,
+            prompt=f"prompt {key.group}",
+            seed=key.index,
+            initial_seed=key.index,
+            weight_version=version,
+            media=torch.zeros(1, 2, 2, 3, dtype=torch.uint8),
+            fps=None,
+            streams={},
+        )
+        for key in keys
+    )
+    return Microgroup(samples=samples, conditioning=Conditioning(positive={}, negative=None), echo={})
+
+
+def scores_of(microgroup: Microgroup) -> Scores:
+    return Scores(by_reward={"made_up": tuple(10.0 * s.key.group + s.key.index for s in microgroup.samples)})
+
+
+class Stages:
+    """Fakes of the three processes that the pipeline waits for; a test changes what one of them does."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[int, int]] = []
+        self.scored: list[tuple[int, int]] = []
+        self.cancelled: list[tuple[int, int]] = []
+
+    async def generate(self, task: MicrogroupTask) -> bytes:
+        place = (task.group, task.keys[0].index)
+        self.begun.append(place)
+        try:
+            await self.wait(task)
+        except asyncio.CancelledError:
+            self.cancelled.append(place)
+            raise
+        return b"answer"
+
+    async def wait(self, task: MicrogroupTask) -> None:
+        await asyncio.sleep(0)
+
+    async def parse(self, payload: bytes, keys: Sequence[SampleKey]) -> Microgroup:
+        assert payload == b"answer"
+        return microgroup_of(keys)
+
+    def check(self, task: MicrogroupTask, microgroup: Microgroup) -> None:
+        pass
+
+    async def score(self, microgroup: Microgroup) -> Scores:
+        key = microgroup.samples[0].key
+        self.scored.append((key.group, key.index))
+        return scores_of(microgroup)
+
+    def pipeline(self, **others: Any) -> Pipeline:
+        stages = {"generate": self.generate, "parse": self.parse, "check": self.check, "score": self.score}
+        return Pipeline(**{**stages, **others})
+
+
+TASKS = [task_of(group, first) for group in range(3) for first in (0, 2)]
+PLACES = [(task.group, task.keys[0].index) for task in TASKS]
+
+
+@on_a_loop
+async def test_results_come_in_task_order_whatever_the_completion_order() -> None:
+    turns = {place: asyncio.Event() for place in PLACES}
+    finished: list[tuple[int, int]] = []
+
+    class LastFirst(Stages):
+        async def wait(self, task: MicrogroupTask) -> None:
+            place = (task.group, task.keys[0].index)
+            if place != PLACES[-1]:
+                await turns[place].wait()
+            finished.append(place)
+            if PLACES.index(place) > 0:
+                turns[PLACES[PLACES.index(place) - 1]].set()
+
+    stages = LastFirst()
+    scored, seconds = await stages.pipeline().run(TASKS)
+    assert finished == PLACES[::-1]
+    assert [item.task for item in scored] == TASKS
+    assert [item.scores.by_reward["made_up"] for item in scored][:3] == [(0.0, 1.0), (2.0, 3.0), (10.0, 11.0)]
+    assert all(item.microgroup.samples[0].key == item.task.keys[0] for item in scored)
+    assert sorted(stages.scored) == PLACES
+    assert set(seconds.stages) == {"generate", "deserialize", "reward"}
+
+
+@on_a_loop
+async def test_first_failure_comes_by_itself_and_the_others_are_cancelled() -> None:
+    class OneDies(Stages):
+        async def wait(self, task: MicrogroupTask) -> None:
+            if task is TASKS[2]:
+                await asyncio.sleep(0)
+                raise EngineError("engine 1 is gone")
+            await asyncio.Event().wait()
+
+    stages = OneDies()
+    with pytest.raises(EngineError, match=r"^engine 1 is gone$"):
+        await stages.pipeline().run(TASKS)
+    assert sorted(stages.cancelled) == [place for place in PLACES if place != PLACES[2]]
+    assert stages.scored == []
+
+
+@on_a_loop
+async def test_failing_reward_and_failing_check_stop_the_rollout() -> None:
+    async def broken(microgroup: Microgroup) -> Scores:
+        raise RewardError("reward made_up failed 3 times")
+
+    def suspicious(task: MicrogroupTask, microgroup: Microgroup) -> None:
+        raise EchoError("guidance_scale: 1.0 was asked for, the engine used 7.0")
+
+    with pytest.raises(RewardError, match="made_up"):
+        await Stages().pipeline(score=broken).run(TASKS)
+    stages = Stages()
+    with pytest.raises(EchoError, match="guidance_scale"):
+        await stages.pipeline(check=suspicious).run(TASKS)
+    assert stages.scored == []  # what is not what was asked for is never scored
+
+
+@on_a_loop
+async def test_slow_reward_does_not_hold_generation() -> None:
+    release = asyncio.Event()
+
+    async def slow(microgroup: Microgroup) -> Scores:
+        await release.wait()
+        return scores_of(microgroup)
+
+    stages = Stages()
+    run = asyncio.create_task(stages.pipeline(score=slow).run(TASKS))
+    while len(stages.begun) < len(TASKS):
+        await asyncio.sleep(0)  # would hang if generation waited for a score
+    assert not run.done()
+    release.set()
+    scored, _ = await run
+    assert len(scored) == len(TASKS)
+
+
+@on_a_loop
+async def test_spans_name_each_stage_of_each_microgroup() -> None:
+    spans: list[dict[str, Any]] = []
+    await Stages().pipeline(on_span=spans.append).run(TASKS)
+    assert sorted((s["name"], s["group"], s["index"]) for s in spans) == sorted(
+        (name, *place) for name in ("generate", "deserialize", "reward") for place in PLACES
+    )
+
+
+def scored_of(*tasks: MicrogroupTask) -> list[ScoredMicrogroup]:
+    microgroups = [microgroup_of(task.keys) for task in tasks]
+    return [
+        ScoredMicrogroup(task=task, microgroup=microgroup, scores=scores_of(microgroup))
+        for task, microgroup in zip(tasks, microgroups, strict=True)
+    ]
+
+
+def test_assemble_orders_groups_and_samples() -> None:
+    groups = assemble(scored_of(task_of(1, 2), task_of(0, 0), task_of(1, 0), task_of(0, 2)), group_size=4)
+    assert [group.index for group in groups] == [0, 1]
+    assert [[s.key.index for s in group.samples] for group in groups] == [[0, 1, 2, 3]] * 2
+    assert groups[1].rewards() == {"made_up": (10.0, 11.0, 12.0, 13.0)}
+    assert groups[1].prompt == "prompt 1"
+
+
+@pytest.mark.parametrize(
+    "tasks",
+    [
+        [task_of(0, 0), task_of(0, 2), task_of(1, 0)],  # a hole at the end
+        [task_of(0, 0), task_of(0, 2), task_of(1, 2)],  # at the beginning
+        [task_of(0, 0), task_of(0, 2), task_of(1, 0), task_of(1, 0)],  # one twice
+    ],
+)
+def test_assemble_refuses_a_hole(tasks: list[MicrogroupTask]) -> None:
+    with pytest.raises(InvariantError, match=r"group 1 holds samples .*must be 0\.\.3"):
+        assemble(scored_of(*tasks), group_size=4)
+
+
+def plan_of(folder: Path, *overrides: str, rollout: int = 0) -> list[MicrogroupTask]:
+    folder.mkdir(exist_ok=True)
+    recipe = recipe_with(folder, *overrides)
+    source = PromptSource(recipe.prompts.train, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
+    return plan_rollout(recipe, source, rollout)
+
+
+def seeds_of(tasks: Sequence[MicrogroupTask]) -> dict[SampleKey, int]:
+    return {key: seed for task in tasks for key, seed in zip(task.keys, task.request.sample_seeds(), strict=True)}
+
+
+def test_768_distinct_seeds_that_depend_on_nothing_else(tmp_path: Path) -> None:
+    big = ("rollout.num_groups=48", "rollout.group_size=16")
+    seeds = seeds_of(plan_of(tmp_path, *big, "rollout.microgroup_size=16", "trainer.tile_size=16"))
+    assert len(seeds) == 48 * 16
+    assert len(set(seeds.values())) == 768
+    for micro in (2, 4, 8):
+        sizes = (f"rollout.microgroup_size={micro}", f"trainer.tile_size={micro}")
+        assert seeds_of(plan_of(tmp_path, *big, *sizes, "engine.num=4")) == seeds
+    other = seeds_of(plan_of(tmp_path, *big, "rollout.microgroup_size=16", "trainer.tile_size=16", rollout=1))
+    assert not set(other.values()) & set(seeds.values())
+    changed = seeds_of(plan_of(tmp_path, *big, "run.seed=4"))
+    assert not set(changed.values()) & set(seeds.values())
+
+
+def test_shared_initial_noise_is_one_seed_a_group(tmp_path: Path) -> None:
+    tasks = plan_of(tmp_path, "rollout.num_groups=8")
+    by_group: dict[int, set[int]] = {}
+    for task in tasks:
+        assert task.request.initial_seeds is not None
+        by_group.setdefault(task.group, set()).update(task.request.initial_seeds)
+    assert [len(seeds) for seeds in by_group.values()] == [1] * 8
+    assert len(set().union(*by_group.values())) == 8
+    assert all(t.request.initial_seeds is None for t in plan_of(tmp_path, "sampling.shared_initial_noise=false"))
+
+
+def test_windows_are_drawn_per_group_and_shared_by_its_microgroups(tmp_path: Path) -> None:
+    tasks = plan_of(tmp_path, "rollout.num_groups=16", "rollout.group_size=8")
+    windows: dict[int, set[tuple[int, ...]]] = {}
+    for task in tasks:
+        steps = task.request.rollout_sde_step_indices
+        assert steps is not None
+        windows.setdefault(task.group, set()).add(steps)
+        assert task.request.rollout_return_step_indices == (*steps, steps[-1] + 1)
+    assert len(tasks) == 16 * 4
+    assert all(len(drawn) == 1 for drawn in windows.values())
+    assert set().union(*windows.values()) == {(0, 1), (1, 2)}  # size 2 inside [0, 3)
+
+
+def test_rollouts_walk_through_the_prompts(tmp_path: Path) -> None:
+    seen = [task.prompts[0] for rollout in range(4) for task in plan_of(tmp_path, rollout=rollout)[::2]]
+    assert sorted(seen) == sorted(WORDS)
+
+
+def test_evaluation_is_fixed(tmp_path: Path) -> None:
+    prompts = ["one", "two", "three"]
+    plan = plan_evaluation(recipe_with(tmp_path), prompts)
+    assert [task.request.prompts for task in plan] == [("one", "two"), ("three",)]
+    assert all(not task.request.rollout for task in plan)
+    again = plan_evaluation(recipe_with(tmp_path, "run.seed=9", "eval.batch_size=1"), prompts)
+    assert seeds_of(again) == seeds_of(plan)
+    assert len(set(seeds_of(plan).values())) == 3
+
+
+class FakeClient:
+    """Answers when told to, and counts; refuses weights when told so."""
+
+    def __init__(self, name: str, *, refuses: bool = False) -> None:
+        self.name = name
+        self.refuses = refuses
+        self.waiting: list[asyncio.Event] = []
+        self.versions: list[int] = []
+        self.closed = False
+
+    async def generate(self, request: GenerateRequest) -> bytes:
+        done = asyncio.Event()
+        self.waiting.append(done)
+        await done.wait()
+        return self.name.encode()
+
+    async def update_weights(self, manifest: dict[str, Any]) -> None:
+        if self.refuses:
+            raise SyncError(f"engine {self.name} took no weights")
+        self.versions.append(manifest["version"])
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def pool_of(*clients: FakeClient, per_engine: int) -> EnginePool:
+    return EnginePool(clients, per_engine=per_engine)  # type: ignore[arg-type]
+
+
+@on_a_loop
+async def test_least_loaded_engine_is_asked_and_no_more_than_it_may_hold() -> None:
+    one, two = FakeClient("one"), FakeClient("two")
+    pool = pool_of(one, two, per_engine=2)
+    jobs = [asyncio.create_task(pool.generate(task_of(0, 0))) for _ in range(6)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert (len(one.waiting), len(two.waiting)) == (2, 2)  # the other two wait for a place
+    for done in two.waiting:
+        done.set()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert (len(one.waiting), len(two.waiting)) == (2, 4)  # the free engine got them
+    for done in (*one.waiting, *two.waiting):
+        done.set()
+    assert sorted(await asyncio.gather(*jobs)) == [b"one"] * 2 + [b"two"] * 4
+
+
+@on_a_loop
+async def test_weights_go_to_every_engine_or_the_version_stays() -> None:
+    one, two, bad = FakeClient("one"), FakeClient("two"), FakeClient("bad", refuses=True)
+    pool = pool_of(one, two, per_engine=1)
+    assert pool.weight_version == -1
+    await pool.sync({"version": 5})
+    assert (one.versions, two.versions, pool.weight_version) == ([5], [5], 5)
+    mixed = pool_of(one, bad, per_engine=1)
+    with pytest.raises(SyncError, match="engine bad"):
+        await mixed.sync({"version": 6})
+    assert mixed.weight_version == -1
+    await pool.close()
+    assert one.closed
+    assert two.closed
+
+
+@on_a_loop
+async def test_samples_of_other_weights_are_refused() -> None:
+    pool = pool_of(FakeClient("one"), per_engine=1)
+    await pool.sync({"version": 3})
+    task = task_of(0, 0)
+    echo = {**task.request.model_dump(mode="json"), "prompts": list(task.prompts), "num_outputs_per_prompt": 2}
+    echo |= {"seeds": [0, 1], "initial_seeds": [0, 1], "truncated_prompts": 0, "weight_version": 3}
+    right, stale = microgroup_of(task.keys, version=3), microgroup_of(task.keys, version=2)
+    pool.check(task, Microgroup(samples=right.samples, conditioning=right.conditioning, echo=echo))
+    with pytest.raises(EchoError, match=r"weight version \[2\] came back, expected 3"):
+        pool.check(task, Microgroup(samples=stale.samples, conditioning=stale.conditioning, echo=echo))
+    with pytest.raises(EchoError, match="weight_version"):
+        pool.check(
+            task, Microgroup(samples=right.samples, conditioning=right.conditioning, echo={**echo, "weight_version": 2})
+        )
+
+
+def test_watched_reward_that_is_nan_leaves_the_total_alone(tmp_path: Path) -> None:
+    recipe = recipe_with(tmp_path, 'rewards=[{type="jpeg_size", weight=2.0}, {type="brightness", weight=0.0}]')
+    scored = [
+        ScoredMicrogroup(
+            task=item.task,
+            microgroup=item.microgroup,
+            scores=Scores(by_reward={"jpeg_size": (1.0, 2.0), "brightness": (math.nan, 0.5)}),
+        )
+        for item in scored_of(task_of(0, 0), task_of(0, 2))
+    ]
+    assert heldout_rewards(recipe, scored)["total"] == [2.0, 4.0, 2.0, 4.0]
+    flat = [
+        ScoredMicrogroup(
+            task=item.task,
+            microgroup=item.microgroup,
+            scores=Scores(by_reward={"jpeg_size": (1.0, 1.0), "brightness": (math.nan, 0.5)}),
+        )
+        for item in scored
+    ]
+    groups = assemble(flat, group_size=4)
+    metrics = reward_metrics(recipe, groups, make_batch(recipe, groups))
+    assert metrics["reward/train_mean"] == 2.0
+    assert metrics["reward/train_std"] == 0.0
+    assert metrics["reward/brightness/mean"] == 0.5
+    assert metrics["reward/num_masked"] == 0.0
+
+
+@on_a_loop
+async def test_first_signal_ends_the_work_at_hand() -> None:
+    cancelled = asyncio.Event()
+
+    async def long_work() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)  # clean-up is waited for
+            cancelled.set()
+            raise
+
+    async def result() -> int:
+        return 7
+
+    with StopSignal() as stop:
+        assert await stop.unless_stopped(result()) == 7
+        assert not stop.requested
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
+        with pytest.raises(Interrupted):
+            await stop.unless_stopped(long_work())
+        assert stop.requested
+        assert cancelled.is_set()
+
+
+@on_a_loop
+async def test_second_signal_ends_at_once_and_handlers_are_put_back() -> None:
+    async def run() -> None:
+        with StopSignal():
+            loop = asyncio.get_running_loop()
+            loop.call_soon(os.kill, os.getpid(), signal.SIGTERM)
+            loop.call_later(0.01, os.kill, os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(run())
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@on_a_loop
+async def test_failure_of_the_work_is_not_hidden_by_the_stop_signal() -> None:
+    async def fails() -> None:
+        raise EngineError("gone")
+
+    with StopSignal() as stop, pytest.raises(EngineError, match="gone"):
+        await stop.unless_stopped(fails())
