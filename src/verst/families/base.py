@@ -61,6 +61,12 @@ class Family(Protocol):
     """Default module name suffixes of a LoRA."""
     fsdp_blocks: tuple[str, ...]
     """Class names of the repeated blocks that FSDP2 shards one by one."""
+    same_prompt_batch: bool
+    """The model's result for a row depends on the other rows' prompts: a batch holds one prompt only."""
+    max_batch: int | None
+    """Samples that the transformer takes in one call; None = any number."""
+    num_images: int
+    """Condition images of a request: 0 none, 1 a first frame or an edit source, -1 one or more."""
 
     def load(self, folder: Path, *, parts: Iterable[Part], dtype: torch.dtype, device: torch.device) -> Components:
         """The named parts of a diffusers folder. Raises ModelError."""
@@ -113,6 +119,21 @@ class Family(Protocol):
 
     def decode(self, components: Components, latents: Latents) -> Tensor:
         """Clean latents -> uint8 [B, F, H, W, 3] RGB: `to_uint8` of `decode_pixels`."""
+
+    def decode_audio(self, components: Components, latents: Latents) -> tuple[Tensor, int] | None:
+        """Clean latents -> (fp32 [B, channels, n] in [-1, 1], samples a second); None for a family without sound."""
+
+    def encode_images(self, components: Components, images: Sequence[Tensor], geometry: Geometry) -> dict[str, Tensor]:
+        """Condition images (uint8 [H, W, 3] each) as conditioning rows [1, ...] of both sides.
+
+        Raises RequestError in a family that takes none.
+        """
+
+    def pack(self, latents: Latents, geometry: Geometry) -> Latents:
+        """Our layout ([B, C, H, W], [B, C, T, H, W], ...) -> the one in which diffusers' pipeline steps the stream."""
+
+    def unpack(self, latents: Latents, geometry: Geometry) -> Latents:
+        """The inverse of `pack`."""
 
 
 def to_uint8(pixels: Tensor) -> Tensor:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
-import transformers
 from torch import Tensor, nn
 
-from verst.errors import ModelError, RequestError
+from verst.errors import RequestError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
+from verst.families.loading import config_of, load_components
 from verst.flow.guidance import classifier_free
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.types import Conditioning, Geometry, Latents
@@ -35,14 +33,16 @@ class Sd3:
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
     )  # fmt: skip
     fsdp_blocks: tuple[str, ...] = ("JointTransformerBlock",)
+    same_prompt_batch: bool = False
+    max_batch: int | None = None
+    num_images: int = 0
 
     def load(
         self, folder: Path, *, parts: Iterable[Part] = ALL_PARTS, dtype: torch.dtype, device: torch.device
     ) -> Components:
-        index = json.loads((folder / "model_index.json").read_text())
-        wanted = [name for part in parts for name in _PARTS[part]]
-        modules: dict[str, Any] = {name: _load_part(folder, name, index, dtype, device) for name in wanted}
-        return Components(folder=folder, family=self, modules=modules, device=device, dtype=dtype)
+        return load_components(
+            self, folder, _PARTS, parts=parts, dtype=dtype, device=device, optional=("text_encoder_3", "tokenizer_3")
+        )
 
     def check_prompts(self, components: Components, prompts: Sequence[str], *, max_sequence_length: int) -> list[str]:
         problems = []
@@ -146,6 +146,18 @@ class Sd3:
     def decode(self, components: Components, latents: Latents) -> Tensor:
         return to_uint8(self.decode_pixels(components, latents))
 
+    def decode_audio(self, components: Components, latents: Latents) -> None:
+        return None
+
+    def encode_images(self, components: Components, images: Sequence[Tensor], geometry: Geometry) -> dict[str, Tensor]:
+        raise RequestError(f"{self.name} takes no condition image")
+
+    def pack(self, latents: Latents, geometry: Geometry) -> Latents:
+        return latents
+
+    def unpack(self, latents: Latents, geometry: Geometry) -> Latents:
+        return latents
+
 
 def _forward(
     transformer: nn.Module, x: Tensor, timestep: Tensor, conditioning: dict[str, Tensor], dtype: torch.dtype
@@ -161,11 +173,7 @@ def _forward(
 
 
 def _vae_factor(components: Components) -> int:
-    vae = components.modules.get("vae")
-    if vae is not None:
-        return int(2 ** (len(vae.config.block_out_channels) - 1))
-    config = json.loads((components.folder / "vae" / "config.json").read_text())
-    return int(2 ** (len(config["block_out_channels"]) - 1))
+    return int(2 ** (len(config_of(components, "vae")["block_out_channels"]) - 1))
 
 
 def _pipeline(components: Components) -> Any:
@@ -175,23 +183,3 @@ def _pipeline(components: Components) -> Any:
     # encode_prompt asks the pipeline for a dtype and a device only through these modules.
     parts["vae"] = parts["scheduler"] = None
     return diffusers.StableDiffusion3Pipeline(**parts)
-
-
-def _load_part(folder: Path, name: str, index: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
-    library, class_name = index.get(name, (None, None))
-    if class_name is None:
-        if name.endswith("_3"):
-            return None
-        raise ModelError(f"{folder / 'model_index.json'} names no {name}, which SD3 needs")
-    cls = getattr(transformers if library == "transformers" else diffusers, class_name, None)
-    if cls is None:
-        raise ModelError(f"{folder / 'model_index.json'}: {library} has no class {class_name} (for {name})")
-    options: dict[str, Any] = {}
-    if isinstance(cls, type) and issubclass(cls, nn.Module):
-        # The autoencoder stays fp32: decoding in half precision changes what the reward sees.
-        options["torch_dtype" if library == "diffusers" else "dtype"] = torch.float32 if name == "vae" else dtype
-    try:
-        part = cls.from_pretrained(folder, subfolder=name, local_files_only=True, **options)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ModelError(f"{folder / name} cannot be loaded as {class_name}: {error}") from error
-    return part.to(device).eval().requires_grad_(False) if isinstance(part, nn.Module) else copy.copy(part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diffusers import (
@@ -21,6 +21,7 @@ from transformers import (
     T5EncoderModel,
 )
 
+from verst.families.tiny.spec import Tiny
 from verst.families.tiny.tokenizers import BYTES, clip_tokenizer, t5_tokenizer
 
 GLYPH_MAX_SEQUENCE_LENGTH = 8
@@ -171,10 +172,14 @@ def _widen_embeddings(model: nn.Module, std: float) -> None:
             nn.init.normal_(module.weight, std=std)
 
 
-TINY: dict[str, Callable[[], StableDiffusion3Pipeline]] = {
-    "sd3": lambda: tiny_sd3(dual_attention=False),
-    "sd3.5": lambda: tiny_sd3(dual_attention=True),
-}
-"""Name of a tiny checkpoint -> its pipeline, made from torch's current random state."""
+_SIZE = {"height": 64, "width": 64, "num_inference_steps": 4, "guidance_scale": 4.0, "max_sequence_length": 64}
+
+
+def _spec(*, dual_attention: bool) -> Tiny:
+    return Tiny(build=lambda: tiny_sd3(dual_attention=dual_attention), request=_SIZE, call=_SIZE)
+
+
+TINY: dict[str, Tiny] = {"sd3": _spec(dual_attention=False), "sd3.5": _spec(dual_attention=True)}
+"""Name of a tiny checkpoint -> how it is made and used."""
 
 __all__ = ["GLYPH_MAX_SEQUENCE_LENGTH", "GLYPH_SIZES", "TINY", "GlyphSize", "glyphs_sd3", "tiny_sd3"]

@@ -1,0 +1,70 @@
+"""Parts of a diffusers folder, loaded as its model_index.json names them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from torch import nn
+
+from verst.errors import ModelError
+from verst.families.base import Components, Family, Part
+
+
+def load_components(
+    family: Family,
+    folder: Path,
+    names: Mapping[Part, tuple[str, ...]],
+    *,
+    parts: Iterable[Part],
+    dtype: torch.dtype,
+    device: torch.device,
+    optional: Collection[str] = (),
+    keep_fp32: Collection[str] = ("vae",),
+) -> Components:
+    """The components `names` of the wanted parts. Raises ModelError, naming the file.
+
+    optional: components that a checkpoint may lack (then None). keep_fp32: those that stay fp32 whatever `dtype` is:
+    decoding in half precision changes what a reward sees.
+    """
+    index = json.loads((folder / "model_index.json").read_text())
+    modules: dict[str, Any] = {}
+    for name in [name for part in parts for name in names[part]]:
+        library, class_name = (index.get(name) or ("", None))[:2]
+        if class_name is None:
+            if name not in optional:
+                raise ModelError(f"{folder / 'model_index.json'} names no {name}, which {family.name} needs")
+            modules[name] = None
+            continue
+        own_dtype = torch.float32 if name in keep_fp32 else dtype
+        modules[name] = _load(folder, name, library, class_name, own_dtype, device)
+    return Components(folder=folder, family=family, modules=modules, device=device, dtype=dtype)
+
+
+def _load(folder: Path, name: str, library: str, class_name: str, dtype: torch.dtype, device: torch.device) -> Any:
+    cls = getattr(transformers if library == "transformers" else diffusers, class_name, None)
+    if cls is None:
+        raise ModelError(f"{folder / 'model_index.json'}: {library} has no class {class_name} (for {name})")
+    options: dict[str, Any] = {}
+    if isinstance(cls, type) and issubclass(cls, nn.Module):
+        options["torch_dtype" if library == "diffusers" else "dtype"] = dtype
+    try:
+        part = cls.from_pretrained(folder, subfolder=name, local_files_only=True, **options)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(f"{folder / name} cannot be loaded as {class_name}: {error}") from error
+    return part.to(device).eval().requires_grad_(False) if isinstance(part, nn.Module) else copy.copy(part)
+
+
+def config_of(components: Components, name: str) -> Mapping[str, Any]:
+    """A component's config, also where the component itself was not loaded."""
+    module = components.modules.get(name)
+    if module is not None:
+        return dict(module.config)
+    config: Mapping[str, Any] = json.loads((components.folder / name / "config.json").read_text())
+    return config

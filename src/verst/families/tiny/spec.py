@@ -1,0 +1,30 @@
+"""What a tiny checkpoint says of itself, so that one set of tests serves every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Build = Callable[[], Any]
+"""Makes a diffusers pipeline (a class that diffusers leaves untyped) from torch's current random state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiny:
+    build: Build
+    request: Mapping[str, Any]
+    """Fields of an engine's GenerateRequest, without prompt and seed: a small rollout of this model with guidance on."""
+    call: Mapping[str, Any]
+    """Arguments of the diffusers pipeline, without prompt and generator, that ask for exactly the same."""
+    prompts: tuple[str, str] = ("a red cat on a table", "two big dogs running in the street at night")
+    """Of different token lengths."""
+    negative_prompt: str = "blurry"
+    num_images: int = 0
+    """Condition images that request and call need."""
+    euler: bool = True
+    """The checkpoint's own scheduler is flow-matching Euler, so that an ODE rollout gives the pipeline's media."""
+    batch_bound: float = 1e-6
+    """Largest difference of a velocity, relative to its largest value, between a row alone and in a batch of two."""
+    load_options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the pipeline's from_pretrained."""

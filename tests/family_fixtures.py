@@ -1,0 +1,99 @@
+"""Tiny checkpoints of every family, built once a session, and runs of diffusers' own pipelines on them."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor
+
+from verst.engine.request import GenerateRequest
+from verst.engine.resolve import resolve
+from verst.engine.wire import encode_response, to_microgroup
+from verst.engine.worker import Worker
+from verst.families.tiny import TINY, build_tiny
+from verst.types import Microgroup, SampleKey
+
+
+@functools.cache
+def tiny_folder(name: str) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="verst-tiny-")) / name
+    return build_tiny(name, folder)
+
+
+@functools.cache
+def tiny_worker(name: str) -> Worker:
+    """Shared by tests that change no weight."""
+    return Worker(tiny_folder(name))
+
+
+def request_of(name: str, **changes: Any) -> GenerateRequest:
+    """The tiny checkpoint's own request, deterministic sampling of its first prompt."""
+    tiny = TINY[name]
+    base = {**tiny.request, "negative_prompt": tiny.negative_prompt, "media_format": "uint8", "generator_device": "cpu"}
+    if "prompts" not in changes:
+        base["prompt"] = tiny.prompts[0]
+    base["seeds"] = (11,)
+    return GenerateRequest(**{**base, **changes})
+
+
+def generate(worker: Worker, request: GenerateRequest) -> Microgroup:
+    """Through the wire's own encoding and back, as a trainer gets it."""
+    (records,) = worker.generate([resolve(request, worker.components)])
+    if isinstance(records, Exception):
+        raise records
+    keys = [SampleKey(rollout=0, group=0, index=i) for i in range(len(records))]
+    return to_microgroup(encode_response(records), keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineStep:
+    """What diffusers' pipeline handed one scheduler at one step."""
+
+    sample: Tensor
+    model_output: Tensor
+    timestep: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRun:
+    streams: list[list[PipelineStep]]
+    """One list a scheduler, in the order in which the pipeline first steps them (video before audio)."""
+    media: Any
+    """The pipeline's output object."""
+
+
+def run_pipeline(name: str, *, prompt: str | None = None, seed: int = 11, output_type: str = "pt") -> PipelineRun:
+    """Plain diffusers on the tiny folder, every scheduler step recorded."""
+    tiny = TINY[name]
+    pipeline = DiffusionPipeline.from_pretrained(tiny_folder(name), local_files_only=True, **tiny.load_options)
+    pipeline.set_progress_bar_config(disable=True)
+    steps: dict[int, list[PipelineStep]] = {}
+    scheduler_class = type(pipeline.scheduler)
+    original = scheduler_class.step
+
+    @functools.wraps(original)
+    def step(self: Any, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
+        record = PipelineStep(
+            sample=sample.clone(), model_output=model_output.clone(), timestep=torch.as_tensor(timestep).clone()
+        )
+        steps.setdefault(id(self), []).append(record)
+        return original(self, model_output, timestep, sample, *args, **kwargs)
+
+    scheduler_class.step = step
+    try:
+        media = pipeline(
+            prompt=prompt or tiny.prompts[0],
+            generator=torch.Generator().manual_seed(seed),
+            output_type=output_type,
+            **({"negative_prompt": tiny.negative_prompt} if "guidance_scale" in tiny.call else {}),
+            **tiny.call,
+        )
+    finally:
+        scheduler_class.step = original
+    return PipelineRun(streams=list(steps.values()), media=media)
