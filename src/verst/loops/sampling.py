@@ -13,11 +13,11 @@ from torch import Tensor
 from verst.config.recipe import SftRecipe, reward_name
 from verst.config.sections import SamplingConfig
 from verst.errors import RewardError
-from verst.families import Components, Geometry
+from verst.families import Components
 from verst.flow.denoise import denoise
 from verst.flow.noise import SampleNoise, derive_seed
 from verst.rewards.local import LocalRewards
-from verst.types import Conditioning, Latents
+from verst.types import Conditioning, Geometry, Latents
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from verst.config import missing_files
 from verst.config.recipe import SftRecipe
 from verst.config.sections import LoraFinetune
 from verst.errors import ConfigError, InvariantError, PromptError
-from verst.families import ALL_PARTS, Components, Geometry, recognise
+from verst.families import ALL_PARTS, Components, recognise
 from verst.families.tiny import build_glyphs
 from verst.loops.autoencoder import train_autoencoder
 from verst.loops.pipeline_folder import save_pipeline
@@ -30,6 +30,7 @@ from verst.rewards import prompt_problems
 from verst.rollout.prompts import read_prompts
 from verst.trainer import checkpoint
 from verst.trainer.core import StepMetrics, Trainer
+from verst.types import Geometry
 from verst.weights.lora import LoraSpec, attach_lora
 
 _TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
