@@ -50,6 +50,12 @@ def attach_lora(module: nn.Module, spec: LoraSpec) -> int:
     return sum(isinstance(layer, LoraLayer) for layer in module.modules())
 
 
+def detach_lora(module: nn.Module) -> None:
+    """Undo `attach_lora`: the layers and their names are as they were."""
+    for model in adaptable(module):
+        model.unload_lora()
+
+
 def adaptable(module: nn.Module) -> list[Any]:
     """The diffusers models inside: the module itself, or each expert of a ModuleDict."""
     return list(module.children()) if isinstance(module, nn.ModuleDict) else [module]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from verst.errors import ConfigError, SyncError
 from verst.weights.block import open_block
-from verst.weights.lora import LoraSpec, attach_lora, is_lora_parameter, lora_spec_of
+from verst.weights.lora import LoraSpec, attach_lora, detach_lora, is_lora_parameter, lora_spec_of
 from verst.weights.manifest import Certificate, Manifest, digest_of, view_in
 
 
@@ -17,8 +17,18 @@ def apply_manifest(manifest: Manifest, module: nn.Module) -> Certificate:
     """Write the announced tensors into `module`'s parameters.
 
     LoRA layers are attached at the first LoRA manifest. Everything is checked before the first byte is written.
-    Raises SyncError for names that do not match, missing ones, other shapes or dtypes.
+    Raises SyncError for names that do not match, missing ones, other shapes or dtypes; the module is then as it was.
     """
+    is_new_lora = manifest["finetune"]["type"] == "lora" and lora_spec_of(module) is None
+    try:
+        return _apply(manifest, module)
+    except SyncError:
+        if is_new_lora:
+            detach_lora(module)
+        raise
+
+
+def _apply(manifest: Manifest, module: nn.Module) -> Certificate:
     targets = _target_parameters(manifest, module)
     entries = {entry["name"]: entry for bucket in manifest["buckets"] for entry in bucket["tensors"]}
     _check_names(set(entries), set(targets))
