@@ -27,16 +27,14 @@ class Resolved:
     """[B]"""
     num_steps: int
     guidance_scale: float
+    guided: bool
+    """The unconditional side is needed."""
     sde_steps: tuple[int, ...]
     return_steps: tuple[int, ...]
     max_sequence_length: int
     generator_device: Literal["cpu", "cuda"]
     truncated_prompts: int
     """Distinct prompts that an encoder crops; 0 unless the request allows it."""
-
-    @property
-    def guided(self) -> bool:
-        return self.guidance_scale > 1
 
     @property
     def storage_dtype(self) -> torch.dtype:
@@ -98,6 +96,7 @@ def resolve(request: GenerateRequest, components: Components) -> Resolved:
     negative = _given(request.negative_prompt, defaults.negative_prompt)
     length = _given(request.max_sequence_length, defaults.max_sequence_length)
     num_steps = _given(request.num_inference_steps, defaults.num_steps)
+    guided = guidance > family.unguided_scale
     return Resolved(
         request=request,
         geometry=geometry,
@@ -106,12 +105,13 @@ def resolve(request: GenerateRequest, components: Components) -> Resolved:
         seeds=request.sample_seeds(),
         num_steps=num_steps,
         guidance_scale=guidance,
+        guided=guided,
         sde_steps=_sde_steps(request, num_steps),
         return_steps=_return_steps(request, num_steps),
         max_sequence_length=length,
         generator_device="cpu" if request.generator_device == "cpu" or components.device.type == "cpu" else "cuda",
         truncated_prompts=_truncated(
-            components, [*prompts, *([negative] if guidance > 1 else [])], length, request.long_prompts
+            components, [*prompts, *([negative] if guided else [])], length, request.long_prompts
         ),
     )
 

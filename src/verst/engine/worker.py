@@ -89,12 +89,15 @@ class Worker:
     def _encode(self, jobs: Sequence[Resolved]) -> Conditioning:
         length = jobs[0].max_sequence_length
         prompts = [prompt for job in jobs for prompt in job.prompts]
-        positive = self.prompt_cache.rows(self.components, prompts, max_sequence_length=length)
+        geometry = jobs[0].geometry
+        positive = self.prompt_cache.rows(self.components, prompts, max_sequence_length=length, geometry=geometry)
         negative = None
         if jobs[0].guided:
             negatives = [job.negative_prompt for job in jobs for _ in job.prompts]
-            negative = self.prompt_cache.rows(self.components, negatives, max_sequence_length=length)
-        return Conditioning(positive=positive, negative=negative, geometry=jobs[0].geometry)
+            negative = self.prompt_cache.rows(
+                self.components, negatives, max_sequence_length=length, geometry=geometry, negative=True
+            )
+        return Conditioning(positive=positive, negative=negative, geometry=geometry)
 
     def _denoise(
         self, jobs: Sequence[Resolved], conditioning: Conditioning, stopped: Callable[[], bool]

@@ -65,6 +65,9 @@ class Family(Protocol):
     """The model's result for a row depends on the other rows' prompts: a batch holds one prompt only."""
     max_batch: int | None
     """Samples that the transformer takes in one call; None = any number."""
+    unguided_scale: float
+    """The largest guidance_scale that is no guidance, so that the negative prompt is never read: 1 as a rule, 0 where
+    the formula is c + g (c - u), infinity in a model without an unconditional side."""
     num_images: int
     """Condition images of a request: 0 none, 1 a first frame or an edit source, -1 one or more."""
 
@@ -75,9 +78,18 @@ class Family(Protocol):
         """One line for each prompt that is longer than an encoder takes; needs the part "text"."""
 
     def encode_prompts(
-        self, components: Components, prompts: Sequence[str], *, max_sequence_length: int
+        self,
+        components: Components,
+        prompts: Sequence[str],
+        *,
+        max_sequence_length: int,
+        geometry: Geometry | None = None,
+        negative: bool = False,
     ) -> dict[str, Tensor]:
         """Conditioning rows [B, ...] by name, on the components' device; row i is prompt i alone.
+
+        geometry: for a model that is told its size in words. negative: these are negative prompts, which some
+        pipelines write another template around.
 
         Gradients reach the text encoders where their parameters ask for them: never after `load`, only in SFT.
         """

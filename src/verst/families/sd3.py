@@ -35,6 +35,7 @@ class Sd3:
     fsdp_blocks: tuple[str, ...] = ("JointTransformerBlock",)
     same_prompt_batch: bool = False
     max_batch: int | None = None
+    unguided_scale: float = 1.0
     num_images: int = 0
 
     def load(
@@ -57,7 +58,13 @@ class Sd3:
         return problems
 
     def encode_prompts(
-        self, components: Components, prompts: Sequence[str], *, max_sequence_length: int
+        self,
+        components: Components,
+        prompts: Sequence[str],
+        *,
+        max_sequence_length: int,
+        geometry: Geometry | None = None,
+        negative: bool = False,
     ) -> dict[str, Tensor]:
         pipeline = _pipeline(components)
         embeds, _, pooled, _ = pipeline.encode_prompt(

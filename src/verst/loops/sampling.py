@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ def sample(
     """
     family, device = components.family, components.device
     geometry = Geometry(height=sampling.height, width=sampling.width)
-    conditioning = _condition(components, prompts, sampling, max_sequence_length)
+    conditioning = _condition(components, prompts, geometry, sampling, max_sequence_length)
     shapes = family.latent_shapes(components, geometry)
     noise = SampleNoise(seeds)
     latents = {stream: noise.initial(shape).to(device) for stream, shape in shapes.items()}
@@ -105,11 +106,17 @@ def sample(
 
 
 def _condition(
-    components: Components, prompts: Sequence[str], sampling: SamplingConfig, max_sequence_length: int
+    components: Components,
+    prompts: Sequence[str],
+    geometry: Geometry,
+    sampling: SamplingConfig,
+    max_sequence_length: int,
 ) -> Conditioning:
-    encode = components.family.encode_prompts
-    positive = encode(components, prompts, max_sequence_length=max_sequence_length)
-    if sampling.guidance_scale <= 1:
-        return Conditioning(positive=positive, negative=None)
-    negative = encode(components, [sampling.negative_prompt] * len(prompts), max_sequence_length=max_sequence_length)
-    return Conditioning(positive=positive, negative=negative)
+    family = components.family
+    encode = functools.partial(
+        family.encode_prompts, components, max_sequence_length=max_sequence_length, geometry=geometry
+    )
+    negative = None
+    if sampling.guidance_scale > family.unguided_scale:
+        negative = encode([sampling.negative_prompt] * len(prompts), negative=True)
+    return Conditioning(positive=encode(prompts), negative=negative, geometry=geometry)

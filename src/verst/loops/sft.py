@@ -24,7 +24,7 @@ from verst.loops.run_folder import RunFolder
 from verst.loops.sft_run import SftRun
 from verst.loops.text_lines import TextLines
 from verst.trainer.core import TileLoss
-from verst.types import Conditioning, Latents
+from verst.types import Conditioning, Geometry, Latents
 
 _NUM_SIGMA_BUCKETS = 4
 """The loss is also reported by quarter of the noise level: the quarters differ in size, and a mean hides which moves."""
@@ -59,6 +59,7 @@ class Batch:
     """stream -> [B, ...] fp32, standard normal."""
     sigma: Tensor
     """[B] fp32 in [0, 1]."""
+    geometry: Geometry
 
 
 def make_batch(components: Components, data: TextLines, recipe: SftRecipe, step: int) -> Batch:
@@ -72,7 +73,8 @@ def make_batch(components: Components, data: TextLines, recipe: SftRecipe, step:
     sigma = draw_sigmas(config.sigma, torch.rand(size, generator=generator)).to(device)
     dropped = torch.rand(size, generator=generator) < config.caption_dropout
     kept = ["" if drop else caption for caption, drop in zip(captions, dropped.tolist(), strict=True)]
-    return Batch(captions=kept, x0=x0, eps=eps, sigma=sigma)
+    geometry = Geometry(height=media.shape[2], width=media.shape[3], num_frames=media.shape[1])
+    return Batch(captions=kept, x0=x0, eps=eps, sigma=sigma, geometry=geometry)
 
 
 def make_tiles(components: Components, batch: Batch, recipe: SftRecipe) -> list[Callable[[], TileLoss]]:
@@ -85,14 +87,16 @@ def make_tiles(components: Components, batch: Batch, recipe: SftRecipe) -> list[
 def tile_loss(components: Components, batch: Batch, rows: slice, *, max_sequence_length: int) -> TileLoss:
     """Forward of some rows; the loss is the mean over streams and samples, times these rows' share of the batch."""
     family = components.family
-    positive = family.encode_prompts(components, batch.captions[rows], max_sequence_length=max_sequence_length)
+    positive = family.encode_prompts(
+        components, batch.captions[rows], max_sequence_length=max_sequence_length, geometry=batch.geometry
+    )
     sigma = batch.sigma[rows]
     x = {stream: noised(x0[rows], batch.eps[stream][rows], sigma) for stream, x0 in batch.x0.items()}
     v = family.velocity(
         components.transformer,
         x,
         dict.fromkeys(x, sigma),
-        Conditioning(positive=positive, negative=None),
+        Conditioning(positive=positive, negative=None, geometry=batch.geometry),
         guidance_scale=1.0,
     )
     losses = [velocity_loss(v[stream], x0[rows], batch.eps[stream][rows]) for stream, x0 in batch.x0.items()]
