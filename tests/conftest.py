@@ -15,6 +15,8 @@ install_import_hook(["verst.flow", "verst.algorithms"], "beartype.beartype")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+import verst  # noqa: E402, F401  (its torchvision_shim comes before any test's import of diffusers)
+
 torch.set_num_threads(1)
 
 

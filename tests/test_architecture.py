@@ -17,6 +17,7 @@ EVERYBODY = {"errors", "types"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
+    "torchvision_shim": set(),
     "config": set(),
     "obs": set(),
     "flow": set(),
