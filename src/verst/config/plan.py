@@ -32,7 +32,9 @@ def batch_plan(recipe: RlRecipe) -> BatchPlan:
     rollout, trainer = recipe.rollout, recipe.trainer
     samples = rollout.num_groups * rollout.group_size
     steps = recipe.sampling.steps
-    trained = steps.size if isinstance(steps, s.WindowSteps | s.RandomSteps) else recipe.sampling.num_steps
+    trained = recipe.sampling.num_steps
+    if isinstance(steps, s.RangedSteps | s.NoSteps):
+        trained = steps.size if isinstance(steps, s.RangedSteps) else 0
     pairs = samples * trained
     per_step = pairs // trainer.steps_per_rollout
     per_rank = per_step // trainer.ranks

@@ -61,16 +61,27 @@ class RlRecipe(s.Section):
 
     def _check_steps(self) -> None:
         steps, num_steps = self.sampling.steps, self.sampling.num_steps
-        if isinstance(steps, s.WindowSteps | s.RandomSteps):
+        if isinstance(steps, s.RangedSteps):
             if steps.high > num_steps:
                 raise ConfigError(f"sampling.steps.high = {steps.high} is past sampling.num_steps = {num_steps}")
             if steps.high - steps.low < steps.size:
                 raise ConfigError(
                     f"sampling.steps.size = {steps.size} does not fit between low = {steps.low} and high = {steps.high}"
                 )
+        if isinstance(self.algorithm, s.FlowGrpoConfig):
+            self._check_noise()
+
+    def _check_noise(self) -> None:
+        """Every trained step needs noise: without it there is no log-prob and so no ratio."""
+        steps, num_steps = self.sampling.steps, self.sampling.num_steps
+        if isinstance(steps, s.NoSteps):
+            raise ConfigError(
+                "sampling.steps.type = none makes no step stochastic, so Flow-GRPO has nothing to train; "
+                "use all, window, random, sliding or branch"
+            )
         if self.sampling.transition.eta == 0:
             raise ConfigError("sampling.transition.eta = 0 makes no step stochastic, so Flow-GRPO has nothing to train")
-        last = steps.high if isinstance(steps, s.WindowSteps | s.RandomSteps) else num_steps
+        last = steps.high if isinstance(steps, s.RangedSteps) else num_steps
         if isinstance(self.sampling.transition, s.CpsTransition) and last == num_steps:
             raise ConfigError(
                 "sampling.steps may reach the last step, which has no noise under the cps transition and so no log-prob; "

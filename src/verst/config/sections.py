@@ -5,21 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-DType = Literal["float32", "bfloat16", "float16"]
-# Strict: TOML has types, so `true` is no number, and neither is "7".
-Number = Annotated[float, Field(strict=True)]
-Flag = Annotated[bool, Field(strict=True)]
-PositiveInt = Annotated[int, Field(gt=0, strict=True)]
-NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
-PositiveFloat = Annotated[float, Field(gt=0, strict=True)]
-NonNegativeFloat = Annotated[float, Field(ge=0, strict=True)]
-UnitFloat = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+# `as` marks what is read through this module as well.
+from verst.config.basis import DType as DType
+from verst.config.basis import (
+    Flag,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+    UnitFloat,
+)
+from verst.config.basis import Section as Section
+from verst.config.steps import AllSteps as AllSteps
+from verst.config.steps import BranchSteps as BranchSteps
+from verst.config.steps import CpsTransition as CpsTransition
+from verst.config.steps import DanceTransition as DanceTransition
+from verst.config.steps import NoSteps as NoSteps
+from verst.config.steps import RandomSteps as RandomSteps
+from verst.config.steps import RangedSteps as RangedSteps
+from verst.config.steps import SdeTransition as SdeTransition
+from verst.config.steps import SlidingSteps as SlidingSteps
+from verst.config.steps import StepsConfig as StepsConfig
+from verst.config.steps import TransitionConfig as TransitionConfig
+from verst.config.steps import WindowSteps as WindowSteps
 
 
 class RunConfig(Section):
@@ -64,52 +75,6 @@ class ModelConfig(Section):
     """What happens to a prompt longer than its encoder takes; truncation is counted."""
     finetune: Annotated[FullFinetune | LoraFinetune, Field(discriminator="type")] = FullFinetune()
     """What is trained: all of the transformer, or LoRA pairs."""
-
-
-class SdeTransition(Section):
-    type: Literal["sde"] = "sde"
-    eta: NonNegativeFloat = 0.7
-    """Noise level of Flow-GRPO's SDE."""
-
-
-class CpsTransition(Section):
-    type: Literal["cps"] = "cps"
-    eta: Annotated[float, Field(ge=0.0, le=1.0, strict=True)] = 0.8
-    """Noise level of coefficients-preserving sampling: std = next sigma * sin(pi eta / 2)."""
-
-
-class DanceTransition(Section):
-    type: Literal["dance"] = "dance"
-    eta: NonNegativeFloat = 0.3
-    """Constant diffusion coefficient of DanceGRPO's SDE."""
-
-
-class AllSteps(Section):
-    type: Literal["all"] = "all"
-
-
-class WindowSteps(Section):
-    type: Literal["window"] = "window"
-    size: PositiveInt = 2
-    """Consecutive stochastic steps."""
-    low: NonNegativeInt = 0
-    """First step a window may start at."""
-    high: PositiveInt
-    """One past the last step a window may hold."""
-
-
-class RandomSteps(Section):
-    type: Literal["random"] = "random"
-    size: PositiveInt = 2
-    """Stochastic steps of a rollout, the same for all of its groups."""
-    low: NonNegativeInt = 0
-    """First step that may be drawn."""
-    high: PositiveInt
-    """One past the last step that may be drawn."""
-
-
-TransitionConfig = Annotated[SdeTransition | CpsTransition | DanceTransition, Field(discriminator="type")]
-StepsConfig = Annotated[AllSteps | WindowSteps | RandomSteps, Field(discriminator="type")]
 
 
 class SamplingConfig(Section):
@@ -214,7 +179,7 @@ class CustomReward(RewardBase):
     samples' media and prompts that returns one number a sample, or a class with such a method `score`."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "custom"
     """Name in metrics."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, or of the class when it is made."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verst.engine.resolve import Resolved
 from verst.families.base import to_uint8
+from verst.flow.hooks import RolloutResult
 from verst.types import Conditioning, StreamTrajectory
 
 _DEBUG_NAMES = {
@@ -25,28 +26,36 @@ def sample_records(
     job: Resolved,
     *,
     streams: Sequence[str],
-    trajectories: Mapping[str, Sequence[StreamTrajectory]],
-    debug: Mapping[str, dict[str, dict[int, Tensor]]],
-    conditioning: Conditioning,
+    rollout: RolloutResult,
     pixels: Tensor,
     facts: dict[str, Any],
     timings: dict[str, float],
     request_id: str,
     peak_memory_mb: float | None,
 ) -> list[dict[str, Any]]:
-    """One record a sample. pixels: fp32 [B, F, 3, H, W] in [0, 1]; trajectories: stream -> one a sample.
+    """One record a sample, with all streams: the first in the contract's fields, the others in `extra_streams`.
+
+    pixels: fp32 [B, F, 3, H, W] in [0, 1]; rollout: empty for plain sampling.
 
     `timings` (seconds) is shared by the records, so that the queue's share can be added later.
     """
     request = job.request
     echo = {**job.echo(), **facts}
-    first, *others = streams
+    first, *others = streams if rollout.trajectories else streams[:1]
     media = to_uint8(pixels).cpu() if request.media_format == "uint8" else None
     initial_seeds = request.initial_seeds or job.seeds
     records = []
     for row, (prompt, seed) in enumerate(zip(job.prompts, job.seeds, strict=True)):
-        paths = {name: samples[row] for name, samples in trajectories.items()}
-        keep = request.rollout_return_dit_trajectory and bool(paths)
+        paths = {name: samples[row] for name, samples in rollout.trajectories.items()}
+        parts = {
+            name: {
+                "log_probs": path.log_probs,
+                "trajectory": _trajectory(path) if request.rollout_return_dit_trajectory else None,
+                "debug_tensors": _debug(rollout.debug[name], row) if request.rollout_debug_mode else None,
+            }
+            for name, path in paths.items()
+        }
+        head = parts.get(first, dict.fromkeys(("log_probs", "trajectory", "debug_tensors")))
         records.append(
             {
                 "request_id": request_id,
@@ -57,13 +66,11 @@ def sample_records(
                 "media": None if media is None else media[row],
                 "fps": request.fps,
                 "stream": first,
-                "rollout_log_probs": paths[first].log_probs if paths else None,
-                "rollout_debug_tensors": _debug(debug[first], row) if paths and request.rollout_debug_mode else None,
-                "denoising_env": _environment(job, conditioning, row),
-                "dit_trajectory": _trajectory(paths[first]) if keep else None,
-                "extra_streams": {
-                    name: {**_trajectory(paths[name]), "log_probs": paths[name].log_probs} for name in others if keep
-                },
+                "rollout_log_probs": head["log_probs"],
+                "rollout_debug_tensors": head["debug_tensors"],
+                "denoising_env": _environment(job, rollout.conditioning, row),
+                "dit_trajectory": head["trajectory"],
+                "extra_streams": {name: _extra_stream(parts[name]) for name in others},
                 "inference_time_s": sum(timings.values()),
                 "peak_memory_mb": None if request.suppress_logs else peak_memory_mb,
                 "echo": echo,
@@ -90,6 +97,11 @@ def _trajectory(path: StreamTrajectory) -> dict[str, Tensor]:
     }
 
 
+def _extra_stream(part: dict[str, Any]) -> dict[str, Any]:
+    """A further stream: `log_probs` [T], `debug_tensors`, and where asked for its trajectory's fields beside them."""
+    return {"log_probs": part["log_probs"], "debug_tensors": part["debug_tensors"], **(part["trajectory"] or {})}
+
+
 def _debug(tensors: dict[str, dict[int, Tensor]], row: int) -> dict[str, Tensor]:
     """name -> [S, ...] over the S stochastic steps, whose indices are `rollout_debug_step_indices` [S]."""
     if not tensors:
@@ -102,18 +114,16 @@ def _debug(tensors: dict[str, dict[int, Tensor]], row: int) -> dict[str, Tensor]
     return out
 
 
-def _environment(job: Resolved, conditioning: Conditioning, row: int) -> dict[str, Any] | None:
+def _environment(job: Resolved, conditioning: Conditioning | None, row: int) -> dict[str, Any] | None:
     """What the transformer was told; with `share_denoising_env` all rows, batched, with the first sample."""
-    if not (job.request.rollout and job.request.rollout_return_denoising_env):
-        return None
     shared = job.request.share_denoising_env
-    if shared and row > 0:
+    if conditioning is None or (shared and row > 0):
         return None
     part: slice | int = slice(None) if shared else row
     negative = conditioning.negative
     return {
         "image_kwargs": dataclasses.asdict(job.geometry),
-        "pos_cond_kwargs": {name: t[part].cpu() for name, t in conditioning.positive.items()},
-        "neg_cond_kwargs": None if negative is None else {name: t[part].cpu() for name, t in negative.items()},
+        "pos_cond_kwargs": {name: t[part] for name, t in conditioning.positive.items()},
+        "neg_cond_kwargs": None if negative is None else {name: t[part] for name, t in negative.items()},
         "guidance": None,
     }

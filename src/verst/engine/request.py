@@ -50,7 +50,7 @@ class GenerateRequest(BaseModel):
     rollout_noise_level: Scale = 0.7
     """eta of the transition."""
     rollout_log_prob_no_const: bool = False
-    """Log-probs are -(x' - mean)^2 only."""
+    """Log-probs are -(x' - mean)^2 only, which a step without noise has as well."""
     rollout_debug_mode: bool = False
     """Return noise, mean, std and model output of the stochastic steps."""
     rollout_return_denoising_env: bool = False
@@ -74,6 +74,13 @@ class GenerateRequest(BaseModel):
     """One a sample, for batches of unlike prompts."""
     rollout_storage_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Latents are rounded to this, and the rounded value is fed on and scored."""
+    rollout_log_prob_of: Literal["stored", "noise"] = "stored"
+    """stored: of the next latent as stored, which a trainer reproduces; noise: of the drawn noise, as SGLang's."""
+    rollout_log_prob_reduction: Literal["mean", "sum"] = "mean"
+    """Over the elements of a sample's latent."""
+    guidance_passes: Literal["one_batch", "two"] = "one_batch"
+    """With guidance: both prompts in one batch of twice the rows, or one forward each (half the memory of activations).
+    They differ by rounding alone: use the one that the trainer or the engine you compare with uses."""
     sigma_shift: Annotated[float, Field(gt=0.0)] | None = None
     """Shift of the sigma grid; None = the checkpoint's own."""
     max_sequence_length: Count | None = None

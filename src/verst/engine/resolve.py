@@ -11,6 +11,7 @@ import torch
 from verst.engine.request import GenerateRequest
 from verst.errors import PromptError, RequestError
 from verst.families import Components, Geometry
+from verst.flow.controller import RolloutOptions, make_transition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +43,32 @@ class Resolved:
         return dtype
 
     @property
+    def rollout_options(self) -> RolloutOptions | None:
+        """What the request asks of its controllers; None for plain sampling."""
+        request = self.request
+        if not request.rollout:
+            return None
+        return RolloutOptions(
+            transition=make_transition(request.rollout_sde_type, request.rollout_noise_level),
+            sde_step_indices=self.sde_steps,
+            return_step_indices=self.return_steps if request.rollout_return_dit_trajectory else (),
+            storage_dtype=self.storage_dtype,
+            log_prob_of=request.rollout_log_prob_of,
+            log_prob_no_const=request.rollout_log_prob_no_const,
+            log_prob_reduction=request.rollout_log_prob_reduction,
+            debug=request.rollout_debug_mode,
+            keep_conditioning=request.rollout_return_denoising_env,
+        )
+
+    @property
     def join_key(self) -> tuple[Any, ...]:
         """Requests of one key can be rows of one batch."""
         return (
             self.request.rollout,
             self.geometry,
             self.num_steps,
-            self.guidance_scale if self.guided else None,
+            self.guidance_scale,
+            self.request.guidance_passes if self.guided else None,
             self.request.sigma_shift,
             self.request.rollout_storage_dtype,
             self.max_sequence_length,
@@ -97,6 +117,8 @@ def resolve(request: GenerateRequest, components: Components) -> Resolved:
     length = _given(request.max_sequence_length, defaults.max_sequence_length)
     num_steps = _given(request.num_inference_steps, defaults.num_steps)
     guided = guidance > family.unguided_scale
+    if request.guidance_passes == "two" and family.unguided_scale != 1:
+        raise RequestError(f'guidance_passes = "two": {family.name} guides by a formula of its own, use "one_batch"')
     return Resolved(
         request=request,
         geometry=geometry,

@@ -16,10 +16,12 @@ from verst.engine import module_weights
 from verst.engine.prompts import PromptCache
 from verst.engine.records import sample_records
 from verst.engine.resolve import Resolved
-from verst.errors import EngineError, RequestError
+from verst.errors import EngineError, InvariantError, RequestError
 from verst.families import ALL_PARTS, recognise
-from verst.flow.controller import FlowRolloutController, join_transitions, make_transition
+from verst.flow.controller import join_transitions
 from verst.flow.denoise import denoise
+from verst.flow.guidance import in_two_passes
+from verst.flow.hooks import Rollout, Stream, prepare_rollout
 from verst.flow.noise import SampleNoise
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.types import Conditioning, Latents
@@ -28,7 +30,6 @@ from verst.weights.manifest import Certificate, Manifest
 from verst.weights.receive import apply_manifest
 
 Schedulers = Mapping[str, FlowMatchEulerDiscreteScheduler]
-Controllers = dict[str, FlowRolloutController]
 
 
 class Unavailable(EngineError):
@@ -41,9 +42,10 @@ class _Row:
 
     job: Resolved
     rows: slice
-    noise: SampleNoise
-    controllers: Controllers
-    """stream -> controller; empty for plain sampling."""
+    latents: Latents
+    """Initial noise."""
+    rollout: Rollout
+    """Its hooks do nothing for plain sampling."""
 
 
 class Worker:
@@ -84,7 +86,7 @@ class Worker:
         schedulers, batch, final = self._denoise(jobs, conditioning, stopped)
         denoised = self._clock()
         seconds = {"encode": encoded - start, "denoise": denoised - encoded}
-        return [self._finish(part, schedulers, conditioning, final, seconds) for part in batch]
+        return [self._finish(part, schedulers, final, seconds) for part in batch]
 
     def _encode(self, jobs: Sequence[Resolved]) -> Conditioning:
         length = jobs[0].max_sequence_length
@@ -107,52 +109,76 @@ class Worker:
             self.components, first.geometry, num_steps=first.num_steps, shift=first.request.sigma_shift
         )
         shapes = self.family.latent_shapes(self.components, first.geometry)
-        batch = self._rows(jobs, schedulers)
-        parts = [{name: part.noise.initial(shape) for name, shape in shapes.items()} for part in batch]
-        latents = {name: torch.cat([part[name] for part in parts]).to(self.device) for name in shapes}
+        self._check_streams(schedulers, shapes)
+        batch = self._rows(jobs, schedulers, shapes)
+        for part in batch:
+            part.rollout.init(conditioning.rows(part.rows))
+        latents = {name: torch.cat([part.latents[name] for part in batch]).to(self.device) for name in shapes}
         if first.request.rollout:
             latents = {name: x.to(first.storage_dtype).float() for name, x in latents.items()}
 
         def velocity(x: Latents, sigmas: dict[str, Tensor]) -> Latents:
             if stopped():
                 raise EngineError("the batch was stopped: nobody waits for it any more, or the engine is shutting down")
-            return self.family.velocity(
-                self.components.transformer, x, sigmas, conditioning, guidance_scale=first.guidance_scale
-            )
+            return self._velocity(x, sigmas, conditioning, first)
 
         transitions = {
-            name: join_transitions([(len(part.job.seeds), part.controllers[name]) for part in batch])
+            name: join_transitions([(len(part.job.seeds), part.rollout.controllers[name]) for part in batch])
             for name in (shapes if first.request.rollout else ())
         }
         return schedulers, batch, denoise(velocity, latents, schedulers, transitions=transitions)
 
-    def _rows(self, jobs: Sequence[Resolved], schedulers: Schedulers) -> list[_Row]:
+    def _velocity(self, x: Latents, sigmas: dict[str, Tensor], conditioning: Conditioning, job: Resolved) -> Latents:
+        def forward(rows: Conditioning, scale: float) -> Latents:
+            return self.family.velocity(self.components.transformer, x, sigmas, rows, guidance_scale=scale)
+
+        if job.guided and job.request.guidance_passes == "two":
+            return in_two_passes(
+                lambda rows: forward(rows, self.family.unguided_scale), conditioning, job.guidance_scale
+            )
+        return forward(conditioning, job.guidance_scale)
+
+    def _check_streams(self, schedulers: Schedulers, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        for what, found in (("grids", schedulers), ("latent shapes", shapes)):
+            if tuple(found) != self.family.streams:
+                raise InvariantError(
+                    f"{self.family.name} declares the streams {list(self.family.streams)} and has {what} of {list(found)}"
+                )
+
+    def _rows(
+        self, jobs: Sequence[Resolved], schedulers: Schedulers, shapes: Mapping[str, tuple[int, ...]]
+    ) -> list[_Row]:
         batch, done = [], 0
         for job in jobs:
             device = self.device if job.generator_device == "cuda" else torch.device("cpu")
             noise = SampleNoise(job.seeds, device=device, initial_seeds=job.request.initial_seeds)
-            controllers = {}
-            if job.request.rollout:
-                controllers = {name: _controller(job, noise, s.sigmas) for name, s in schedulers.items()}
+            latents = {name: noise.initial(shape) for name, shape in shapes.items()}
+            streams = [
+                Stream(
+                    name=name,
+                    sigmas=schedulers[name].sigmas,
+                    latent_shape=tuple(x.shape),
+                    noise=noise.steps(name, first=name == self.family.streams[0]),
+                )
+                for name, x in latents.items()
+            ]
             rows = slice(done, done + len(job.seeds))
-            batch.append(_Row(job=job, rows=rows, noise=noise, controllers=controllers))
+            rollout = prepare_rollout(job.rollout_options, streams)
+            batch.append(_Row(job=job, rows=rows, latents=latents, rollout=rollout))
             done = rows.stop
         return batch
 
     def _finish(
-        self, part: _Row, schedulers: Schedulers, conditioning: Conditioning, final: Latents, seconds: dict[str, float]
+        self, part: _Row, schedulers: Schedulers, final: Latents, seconds: dict[str, float]
     ) -> list[dict[str, Any]] | EngineError:
         """Decode one request's rows by themselves: the same shape whatever it was joined with."""
         start = self._clock()
         latents = {name: x[part.rows] for name, x in final.items()}
-        trajectories = {
-            name: controller.finalize(latents[name], timesteps=schedulers[name].timesteps)
-            for name, controller in part.controllers.items()
-        }
+        rollout = part.rollout.finalize(latents, {name: s.timesteps for name, s in schedulers.items()})
         broken = [f"final latents ({name})" for name, x in latents.items() if not x.isfinite().all()]
         broken += [
             f"log-probs ({name})"
-            for name, samples in trajectories.items()
+            for name, samples in rollout.trajectories.items()
             if not all(sample.log_probs.isfinite().all() for sample in samples)
         ]
         pixels = None if broken else self.family.decode_pixels(self.components, latents)
@@ -166,6 +192,7 @@ class Worker:
         scheduler = schedulers[self.family.streams[0]]
         facts = {
             "sigmas": scheduler.sigmas.tolist(),
+            "extra_stream_sigmas": {name: schedulers[name].sigmas.tolist() for name in self.family.streams[1:]},
             "sigma_shift": scheduler.shift,
             "model_dtype": str(self.components.dtype).removeprefix("torch."),
             "device": self.device.type,
@@ -175,9 +202,7 @@ class Worker:
         return sample_records(
             part.job,
             streams=self.family.streams,
-            trajectories=trajectories,
-            debug={name: c.debug_tensors for name, c in part.controllers.items()},
-            conditioning=conditioning.rows(part.rows),
+            rollout=rollout,
             pixels=pixels,
             facts=facts,
             timings=timings,
@@ -275,17 +300,3 @@ class Worker:
         if name not in self.modules:
             raise RequestError(f"the model has no module {name!r}; it has {', '.join(self.modules)}")
         return self.modules[name]
-
-
-def _controller(job: Resolved, noise: SampleNoise, sigmas: Tensor) -> FlowRolloutController:
-    request = job.request
-    return FlowRolloutController(
-        transition=make_transition(request.rollout_sde_type, request.rollout_noise_level),
-        sigmas=sigmas,
-        noise=noise,
-        sde_step_indices=job.sde_steps,
-        return_step_indices=job.return_steps if request.rollout_return_dit_trajectory else (),
-        storage_dtype=job.storage_dtype,
-        log_prob_no_const=request.rollout_log_prob_no_const,
-        debug=request.rollout_debug_mode,
-    )

@@ -4,22 +4,59 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from verst.errors import ConfigError, InvariantError
 from verst.flow import transitions
-from verst.flow.noise import SampleNoise
-from verst.flow.transitions import Transition
+from verst.flow.noise import DrawNoise
+from verst.flow.shards import Shards
+from verst.flow.transitions import LogProbReduction, StepDistribution, Transition
 from verst.types import StreamTrajectory
 
-TRANSITIONS: dict[str, Callable[..., transitions.StepDistribution]] = {
+TRANSITIONS: dict[str, Callable[..., StepDistribution]] = {
     "sde": transitions.sde,
     "cps": transitions.cps,
     "dance": transitions.dance,
     "ode": transitions.ode,
 }
+LogProbOf = Literal["stored", "noise"]
+"""stored: of the next latent as stored, which a trainer reproduces; noise: of the drawn noise, as SGLang-Diffusion."""
+
+
+@runtime_checkable
+class OdeTransition(Protocol):
+    """A model's own deterministic update, in place of x + dt v.
+
+    model_output and sample are this rank's part, [B, ...]; the result is the next latent, of sample's shape.
+    """
+
+    def __call__(self, *, model_output: Tensor, sample: Tensor, step_index: int) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions:
+    """What a request asks of the controllers of all its streams."""
+
+    transition: Transition
+    """How a stochastic step moves."""
+    sde_step_indices: tuple[int, ...] | None = None
+    """Stochastic steps, 0-based; the others are deterministic. None = all, but none with the ode transition."""
+    return_step_indices: tuple[int, ...] | None = None
+    """Kept latents: i is the one entering step i, T the final one. None = all, () = none."""
+    storage_dtype: torch.dtype = torch.float32
+    """A latent is rounded to this; the rounded value is recorded, fed on and scored."""
+    log_prob_of: LogProbOf = "stored"
+    log_prob_no_const: bool = False
+    """Only -(x' - mean)^2, which is defined without noise as well."""
+    log_prob_reduction: LogProbReduction = "mean"
+    debug: bool = False
+    """Keep noise, mean, std and model output of the stochastic steps."""
+    keep_conditioning: bool = False
+    """Keep a copy of what the transformer was told."""
 
 
 def make_transition(kind: str, eta: float) -> Transition:
@@ -29,88 +66,93 @@ def make_transition(kind: str, eta: float) -> Transition:
     return functools.partial(TRANSITIONS[kind], eta=eta)
 
 
-@dataclass
-class _Record:
-    latents: dict[int, Tensor] = field(default_factory=dict)
-    log_probs: dict[int, Tensor] = field(default_factory=dict)
-    debug: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-
-
 class FlowRolloutController:
     """Owns noise, log-probs and trajectory of ONE stream of one request; holds no reference to the request.
 
-    `transition` is passed to `FlowMatchEulerDiscreteScheduler.step`. Round first: the next latent is rounded to
-    `storage_dtype`, and that value is recorded, fed on and taken the log-prob of.
+    `transition` is passed to `FlowMatchEulerDiscreteScheduler.step`. Round first: the next latent is rounded to the
+    storage dtype and to the model output's (which the scheduler casts its result to), and that one value is recorded,
+    fed on and, with `log_prob_of = "stored"`, taken the log-prob of.
     """
 
     def __init__(
         self,
         *,
-        transition: Transition,
+        options: RolloutOptions,
         sigmas: Tensor,
-        noise: SampleNoise,
-        sde_step_indices: Sequence[int],
-        return_step_indices: Sequence[int] | None = None,
-        storage_dtype: torch.dtype = torch.float32,
-        log_prob_no_const: bool = False,
-        debug: bool = False,
+        latent_shape: Sequence[int],
+        noise: DrawNoise,
+        shards: Shards | None = None,
+        ode_transition: OdeTransition | None = None,
     ) -> None:
-        """sigmas: [T+1] fp32, terminal 0. `return_step_indices` None keeps every latent; T names the final one."""
-        num_steps = len(sigmas) - 1
-        self._transition = transition
+        """sigmas: [T+1] fp32, terminal 0. latent_shape: [B, ...], full, before sharding. shards: None = not sharded.
+
+        Raises ConfigError for a step outside the grid, and for a stochastic step that has no noise and so no log-prob.
+        """
+        self._num_steps = len(sigmas) - 1
+        self._options = options
         self._sigmas = sigmas
+        self._latent_shape = tuple(latent_shape)
         self._noise = noise
-        self._sde_steps = frozenset(sde_step_indices)
-        self._kept = frozenset(range(num_steps + 1) if return_step_indices is None else return_step_indices)
-        self._storage_dtype = storage_dtype
-        self._no_const = log_prob_no_const
-        self._debug = debug
-        self._record = _Record()
-        for name, indices, last in (("sde", self._sde_steps, num_steps - 1), ("return", self._kept, num_steps)):
-            wrong = sorted(i for i in indices if not 0 <= i <= last)
-            if wrong:
-                raise ValueError(f"{name}_step_indices {wrong} outside 0..{last} of a rollout of {num_steps} steps")
+        self._shards = shards
+        self._ode_transition = ode_transition
+        self._sde_steps = _sde_steps(options, self._num_steps)
+        kept = options.return_step_indices
+        self._kept = frozenset(range(self._num_steps + 1) if kept is None else kept)
+        _refuse_outside("return_step_indices", self._kept, self._num_steps, self._num_steps)
+        if not options.log_prob_no_const:
+            self._refuse_noiseless()
+        self._latents: dict[int, Tensor] = {}
+        self._log_probs: dict[int, Tensor] = {}
+        self._debug: dict[str, dict[int, Tensor]] = {}
 
     def transition(
         self, *, model_output: Tensor, sample: Tensor, sigma: Tensor, next_sigma: Tensor, step_index: int
     ) -> Tensor:
-        """One step of `sample` [B, ...] fp32 with velocity `model_output` [B, ...]: the next latent as stored."""
+        """One step of `sample` with velocity `model_output`, both this rank's part of [B, ...]: the next latent, fp32.
+
+        sigma, next_sigma: scalars. Raises InvariantError for a step that is not the next one.
+        """
+        if sigma.ndim or next_sigma.ndim:
+            raise InvariantError(f"a rollout step has one sigma for all tokens, not {tuple(sigma.shape)}")
+        if step_index != len(self._log_probs) or step_index >= self._num_steps:
+            raise InvariantError(
+                f"step {step_index} of a rollout of {self._num_steps} steps, {len(self._log_probs)} of which are done"
+            )
         self._keep(step_index, sample)
-        x, v = sample.float(), model_output.float()
-        rows = transitions.per_row(sigma.to(x).expand(len(x)), x)
-        next_rows = transitions.per_row(next_sigma.to(x).expand(len(x)), x)
-        if step_index not in self._sde_steps:
-            x_next = self._round(transitions.ode(x, v, sigma=rows, next_sigma=next_rows).mean)
-            self._record.log_probs[step_index] = torch.zeros(len(x), device=x.device)
-            return x_next
-        step = self._transition(x, v, sigma=rows, next_sigma=next_rows, first_sigma=self._sigmas[1].to(x))
-        noise = self._noise.step(x.shape[1:]).to(x.device)
-        x_next = self._round(step.mean + noise * step.std)
-        self._record.log_probs[step_index] = transitions.gaussian_log_prob(
-            x_next, step.mean, step.std, no_const=self._no_const
-        )
-        if self._debug:
-            for key, value in (("noise", noise), ("mean", step.mean), ("std", step.std), ("model_output", v)):
-                self._record.debug.setdefault(key, {})[step_index] = value.detach().cpu()
-        return x_next
+        if step_index in self._sde_steps:
+            return self._stochastic(model_output, sample, sigma, next_sigma, step_index)
+        self._log_probs[step_index] = torch.zeros(len(sample), device=sample.device)
+        if self._ode_transition is None:
+            # As the plain scheduler writes it, dtypes untouched: a deterministic step is bit-equal to serving.
+            x_next = sample + (next_sigma - sigma) * model_output
+        else:
+            x_next = self._ode_transition(model_output=model_output, sample=sample, step_index=step_index)
+        return self._round(x_next, model_output.dtype)
 
     def finalize(self, final: Tensor, *, timesteps: Tensor) -> list[StreamTrajectory]:
-        """One trajectory a sample. final: [B, ...] after the last step; timesteps: [T] as the model was fed."""
-        num_steps = len(self._sigmas) - 1
-        self._keep(num_steps, final)
-        steps = sorted(self._record.latents)
-        indices = torch.tensor(steps, dtype=torch.int64)
-        log_probs = torch.stack([self._record.log_probs[i] for i in range(num_steps)], dim=1).cpu()
-        sigmas = self._sigmas.float().cpu()
-        times = torch.cat([timesteps.float().cpu(), torch.zeros(1)])
+        """One trajectory a sample, on the CPU. final: this rank's part after the last step; timesteps: [T] as fed.
+
+        A collective when sharded. Raises InvariantError when steps are missing.
+        """
+        if len(self._log_probs) != self._num_steps:
+            raise InvariantError(f"{len(self._log_probs)} of the {self._num_steps} steps of a rollout were made")
+        self._keep(self._num_steps, final)
+        self._debug = {
+            name: {step: (x if name in ("noise", "std") else self._full(x)).cpu() for step, x in values.items()}
+            for name, values in self._debug.items()
+        }
+        steps = sorted(self._latents)
+        latents = torch.empty((len(final), 0, *self._latent_shape[1:]), dtype=self._options.storage_dtype)
+        if steps:
+            stacked = torch.stack([self._latents[i] for i in steps], dim=1)
+            latents = self._full(stacked.flatten(0, 1)).unflatten(0, stacked.shape[:2]).cpu()
+        log_probs = torch.stack([self._log_probs[i] for i in range(self._num_steps)], dim=1).cpu()
         return [
             StreamTrajectory(
-                latents=torch.stack([self._record.latents[i][row] for i in steps])
-                if steps
-                else final.new_zeros((0, *final.shape[1:])).cpu(),
-                latent_step_indices=indices,
-                sigmas=sigmas,
-                timesteps=times,
+                latents=latents[row],
+                latent_step_indices=torch.tensor(steps, dtype=torch.int64),
+                sigmas=self._sigmas.float().cpu(),
+                timesteps=torch.cat([timesteps.float().cpu(), torch.zeros(1)]),
                 log_probs=log_probs[row].clone(),
                 sde_step_indices=tuple(sorted(self._sde_steps)),
             )
@@ -119,15 +161,69 @@ class FlowRolloutController:
 
     @property
     def debug_tensors(self) -> dict[str, dict[int, Tensor]]:
-        """name -> step -> [B, ...]: `noise`, `mean`, `std`, `model_output` of the stochastic steps, on the CPU."""
-        return self._record.debug
+        """name -> step -> [B, ...], full: `noise`, `mean`, `std`, `model_output` of the stochastic steps.
 
-    def _round(self, x: Tensor) -> Tensor:
-        return x.to(self._storage_dtype).float()
+        On the CPU, once the rollout is finalized.
+        """
+        return self._debug
+
+    def _stochastic(
+        self, model_output: Tensor, sample: Tensor, sigma: Tensor, next_sigma: Tensor, index: int
+    ) -> Tensor:
+        x, v = sample.float(), model_output.float()
+        step = self._distribution(x, v, sigma, next_sigma)
+        noise = self._noise(self._latent_shape[1:]).to(x.device)
+        local = noise if self._shards is None else self._shards.shard(noise)
+        if local.shape != x.shape:
+            raise InvariantError(
+                f"noise {tuple(local.shape)} for a latent {tuple(x.shape)}: the full latent is {self._latent_shape}"
+            )
+        x_next = self._round(step.mean + local * step.std, model_output.dtype)
+        self._log_probs[index] = self._log_prob(x_next, step, noise)
+        if self._options.debug:
+            for name, value in (("noise", noise), ("mean", step.mean), ("std", step.std), ("model_output", v)):
+                self._debug.setdefault(name, {})[index] = value.detach()
+        return x_next
+
+    def _distribution(self, x: Tensor, v: Tensor, sigma: Tensor, next_sigma: Tensor) -> StepDistribution:
+        return self._options.transition(
+            x,
+            v,
+            sigma=transitions.per_row(sigma.to(x).expand(len(x)), x),
+            next_sigma=transitions.per_row(next_sigma.to(x).expand(len(x)), x),
+            first_sigma=self._sigmas[1].to(x),
+        )
+
+    def _log_prob(self, x_next: Tensor, step: StepDistribution, noise: Tensor) -> Tensor:
+        """[B] on the full tensor: the reduction over a part would depend on how the latent is cut."""
+        no_const, reduction = self._options.log_prob_no_const, self._options.log_prob_reduction
+        if self._options.log_prob_of == "noise":
+            return transitions.noise_log_prob(noise, step.std, no_const=no_const, reduction=reduction)
+        x_full, mean = x_next, step.mean
+        if self._shards is not None:
+            x_full, mean = self._shards.gather(torch.cat([x_next, mean])).chunk(2)
+        return transitions.gaussian_log_prob(x_full, mean, step.std, no_const=no_const, reduction=reduction)
+
+    def _refuse_noiseless(self) -> None:
+        zero = torch.zeros(1, 1)
+        for i in sorted(self._sde_steps):
+            sigma, next_sigma = self._sigmas[i].cpu(), self._sigmas[i + 1].cpu()
+            if not self._distribution(zero, zero, sigma, next_sigma).std > 0:
+                raise ConfigError(
+                    f"sde_step_indices has {i}, where the transition from sigma {sigma:.4g} to {next_sigma:.4g} leaves no "
+                    "noise (std = 0) and so no log-prob: leave the step out, or use log_prob_no_const"
+                )
+
+    def _round(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """To the storage dtype and to `dtype`, the one that the scheduler casts its result to."""
+        return x.to(self._options.storage_dtype).to(dtype).float()
+
+    def _full(self, local: Tensor) -> Tensor:
+        return local if self._shards is None else self._shards.gather(local)
 
     def _keep(self, index: int, x: Tensor) -> None:
         if index in self._kept:
-            self._record.latents[index] = x.detach().to(self._storage_dtype).cpu()
+            self._latents[index] = x.detach().to(self._options.storage_dtype)
 
 
 def join_transitions(parts: Sequence[tuple[int, FlowRolloutController]]) -> Callable[..., Tensor]:
@@ -154,3 +250,18 @@ def join_transitions(parts: Sequence[tuple[int, FlowRolloutController]]) -> Call
         return torch.cat(out)
 
     return transition
+
+
+def _sde_steps(options: RolloutOptions, num_steps: int) -> frozenset[int]:
+    chosen = options.sde_step_indices
+    if chosen is None:
+        chosen = () if options.transition is transitions.ode else tuple(range(num_steps))
+    steps = frozenset(chosen)
+    _refuse_outside("sde_step_indices", steps, num_steps - 1, num_steps)
+    return steps
+
+
+def _refuse_outside(name: str, indices: frozenset[int], last: int, num_steps: int) -> None:
+    wrong = sorted(i for i in indices if not 0 <= i <= last)
+    if wrong:
+        raise ConfigError(f"{name} {wrong} outside 0..{last} of a rollout of {num_steps} steps")

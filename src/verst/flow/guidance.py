@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 from jaxtyping import Float
 from torch import Tensor
+
+from verst.errors import InvariantError
+from verst.types import Conditioning, Latents
 
 
 def classifier_free(
@@ -11,3 +17,16 @@ def classifier_free(
 ) -> Float[Tensor, "*s"]:
     """u + g (c - u), g = 1 is the conditional velocity (arXiv 2207.12598)."""
     return unconditional + scale * (conditional - unconditional)
+
+
+def in_two_passes(velocity: Callable[[Conditioning], Latents], conditioning: Conditioning, scale: float) -> Latents:
+    """Classifier-free guidance with one forward for each prompt: stream -> [B, ...], `scale` > 1.
+
+    velocity: the model's unguided velocity under the `positive` rows of what it is given. Raises InvariantError
+    without negative rows.
+    """
+    if conditioning.negative is None:
+        raise InvariantError(f"guidance_scale = {scale} needs the rows of a negative prompt")
+    positive = velocity(dataclasses.replace(conditioning, negative=None))
+    negative = velocity(dataclasses.replace(conditioning, positive=conditioning.negative, negative=None))
+    return {name: classifier_free(v, negative[name], scale) for name, v in positive.items()}

@@ -6,6 +6,7 @@ noise levels, and is plain diffusers without one.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -27,12 +28,24 @@ _Upstream: Any = upstream.FlowMatchEulerDiscreteScheduler
 
 
 class FlowMatchEulerDiscreteScheduler(_Upstream):
-    """One object for each request: its grid and step index are that request's own."""
+    """The grid is shared, the step index is not: a loop steps the copy that `for_request` gives it."""
 
     sigmas: Tensor
     """[T+1] fp32, terminal 0; set by `set_timesteps`."""
     timesteps: Tensor
     """[T] fp32."""
+
+    def for_request(self) -> FlowMatchEulerDiscreteScheduler:
+        """A scheduler of the same grid that stands before its first step.
+
+        It shares the grid's tensors, which nobody writes into, and holds a step index of its own: what happens to
+        this object afterwards, a new grid included, does not reach it. It counts its steps and never looks a
+        timestep up, so equal or fractional timesteps are no matter.
+        """
+        own = copy.copy(self)
+        own._step_index = None
+        own.set_begin_index(0)
+        return own
 
     def step(
         self,
@@ -46,10 +59,13 @@ class FlowMatchEulerDiscreteScheduler(_Upstream):
     ) -> Any:
         """As in diffusers; with `transition` the update is the transition's, in fp32.
 
-        The result has the model output's dtype, as in diffusers.
+        The result has the model output's dtype, as in diffusers. Raises ValueError for an integer timestep, which
+        would be an index into the grid and not a point of it.
         """
         if transition is None:
             return super().step(model_output, timestep, sample, *args, return_dict=return_dict, **kwargs)
+        if not isinstance(timestep, Tensor) or not timestep.is_floating_point():
+            raise ValueError(f"timestep = {timestep}: pass one of scheduler.timesteps, which are floats")
         if self.step_index is None:
             self._init_step_index(timestep)
         index = self.step_index

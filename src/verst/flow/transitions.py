@@ -7,13 +7,16 @@ Pure functions in fp32 of the tensors' own shapes. `sigma` and `next_sigma` broa
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 LOG_SQRT_2PI = math.log(math.sqrt(2.0 * math.pi))
+
+LogProbReduction = Literal["mean", "sum"]
+"""Over the elements of one sample's latent: `mean` is what the clip ranges of the literature are made for."""
 
 
 class StepDistribution(NamedTuple):
@@ -107,18 +110,37 @@ def ode(
 
 
 def gaussian_log_prob(
-    x_next: Float[Tensor, "B ..."], mean: Float[Tensor, "B ..."], std: Tensor, *, no_const: bool = False
+    x_next: Float[Tensor, "B ..."],
+    mean: Float[Tensor, "B ..."],
+    std: Tensor,
+    *,
+    no_const: bool = False,
+    reduction: LogProbReduction = "mean",
 ) -> Float[Tensor, " B"]:
-    """Mean over a sample's elements of log N(x_next; mean, std).
+    """Mean (or sum) over a sample's elements of log N(x_next; mean, std).
 
     `no_const` keeps only -(x_next - mean)^2, the rollout contract's switch (it is not divided by 2 std^2 there).
     """
-    squared = (x_next - mean) ** 2
-    if no_const:
-        per_element = -squared
-    else:
-        per_element = -squared / (2 * std**2) - torch.log(std) - LOG_SQRT_2PI
-    return per_element.flatten(1).mean(dim=1)
+    return _log_prob((x_next - mean) ** 2, std, no_const=no_const, reduction=reduction)
+
+
+def noise_log_prob(
+    noise: Float[Tensor, "B ..."], std: Tensor, *, no_const: bool = False, reduction: LogProbReduction = "mean"
+) -> Float[Tensor, " B"]:
+    """The same density at mean + std * noise, from the drawn noise: of the next latent BEFORE it is rounded.
+
+    SGLang-Diffusion's log-prob. It knows neither the weights nor the storage dtype, so a trainer that only has the
+    stored latents cannot reproduce it where they are rounded.
+    """
+    return _log_prob((noise * std) ** 2, std, no_const=no_const, reduction=reduction)
+
+
+def _log_prob(squared: Tensor, std: Tensor, *, no_const: bool, reduction: LogProbReduction) -> Tensor:
+    per_element = -squared
+    if not no_const:
+        per_element = per_element / (2 * std**2) - torch.log(std) - LOG_SQRT_2PI
+    flat = per_element.flatten(1)
+    return flat.mean(dim=1) if reduction == "mean" else flat.sum(dim=1)
 
 
 def gaussian_kl(mean: Float[Tensor, "B ..."], mean_ref: Float[Tensor, "B ..."], std: Tensor) -> Float[Tensor, " B"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,20 +33,27 @@ class MicrogroupTask:
         return self.keys[0].group
 
 
+STRATEGIES: dict[type[s.Section], Callable[..., strategies.StepDraw]] = {
+    s.AllSteps: strategies.all_steps,
+    s.WindowSteps: strategies.window,
+    s.RandomSteps: strategies.random_subset,
+    s.SlidingSteps: strategies.sliding_window,
+    s.BranchSteps: strategies.branch,
+    s.NoSteps: strategies.no_steps,
+}
+"""Section -> strategy, whose arguments are the section's keys."""
+
+
 def step_draw(config: s.StepsConfig) -> strategies.StepDraw:
     """The strategy that a recipe names."""
-    if isinstance(config, s.WindowSteps):
-        return strategies.window(size=config.size, low=config.low, high=config.high)
-    if isinstance(config, s.RandomSteps):
-        return strategies.random_subset(size=config.size, low=config.low, high=config.high)
-    return strategies.all_steps()
+    return STRATEGIES[type(config)](**config.model_dump(exclude={"type"}))
 
 
 def plan_rollout(recipe: RlRecipe, source: PromptSource, rollout: int) -> list[MicrogroupTask]:
     """All microgroups of a rollout, by group and index.
 
-    Seeds depend on (run seed, rollout, group, index) alone. With a shared initial noise all samples of a group start
-    from the seed of the group.
+    Seeds depend on (run seed, rollout, group, index) alone. With a shared initial noise, and with branch steps, all
+    samples of a group start from the seed of the group.
     """
     tasks = []
     draw = step_draw(recipe.sampling.steps)
@@ -66,12 +73,14 @@ def _training_task(
     seed = recipe.run.seed
     seeds = [derive_seed(seed, "sample", k.rollout, k.group, k.index) for k in keys]
     shared = derive_seed(seed, "group", keys[0].rollout, keys[0].group)
-    kept = sorted({i + shift for i in steps for shift in (0, 1)})
+    share = recipe.sampling.shared_initial_noise or isinstance(recipe.sampling.steps, s.BranchSteps)
+    # Without a trained step only what came out is used.
+    kept = sorted({i + shift for i in steps for shift in (0, 1)}) or [recipe.sampling.num_steps]
     request = GenerateRequest(
         **_common(recipe, seeds),
         prompt=prompt,
         key=(keys[0].rollout, keys[0].group),
-        initial_seeds=(shared,) * len(keys) if recipe.sampling.shared_initial_noise else None,
+        initial_seeds=(shared,) * len(keys) if share else None,
         rollout=True,
         rollout_sde_type=recipe.sampling.transition.type,
         rollout_noise_level=recipe.sampling.transition.eta,
