@@ -27,7 +27,7 @@ def picture(pipeline: Any, prompt: str, *, guidance: float = 1.0, seed: int = 0)
     return images
 
 
-@pytest.mark.parametrize("name", [*sorted(TINY), "glyphs"])
+@pytest.mark.parametrize("name", ["sd3", "sd3.5", "glyphs"])
 def test_plain_diffusers_loads_and_repeats(name: str, tmp_path: Path) -> None:
     folder = build_glyphs(tmp_path / name) if name == "glyphs" else build_tiny(name, tmp_path / name)
     pipeline: Any = DiffusionPipeline.from_pretrained(folder)
@@ -48,7 +48,7 @@ def test_same_seed_same_weights(name: str, tmp_path: Path) -> None:
     assert torch.equal(state, torch.get_rng_state())
     weights = [load_file(f / "transformer/diffusion_pytorch_model.safetensors") for f in (one, two, three)]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
-    assert not torch.equal(weights[0]["proj_out.weight"], weights[2]["proj_out.weight"])
+    assert any(not torch.equal(weights[0][key], weights[2][key]) for key in weights[0])
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
@@ -56,16 +56,18 @@ def test_verst_recognises_them_and_velocity_is_not_zero(name: str, tmp_path: Pat
     folder = build_tiny(name, tmp_path)
     family = recognise(folder)
     components = family.load(folder, parts=ALL_PARTS, dtype=torch.float32, device=torch.device("cpu"))
-    geometry = Geometry(height=32, width=32)
+    request = TINY[name].request
+    geometry = Geometry(**{k: request[k] for k in ("height", "width", "num_frames", "fps") if k in request})
     family.check_geometry(components, geometry)
     shapes = family.latent_shapes(components, geometry)
     x = {s: torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)) for s, shape in shapes.items()}
     sigmas = {s: torch.tensor([1.0, 0.5]) for s in shapes}
-    positive = family.encode_prompts(components, ["12", "cats"], max_sequence_length=8)
+    positive = family.encode_prompts(
+        components, ["12", "cats"], max_sequence_length=request["max_sequence_length"], geometry=geometry
+    )
+    conditioning = Conditioning(positive=positive, negative=None, geometry=geometry)
     with torch.no_grad():
-        v = family.velocity(
-            components.transformer, x, sigmas, Conditioning(positive=positive, negative=None), guidance_scale=1.0
-        )
+        v = family.velocity(components.transformer, x, sigmas, conditioning, guidance_scale=1.0)
     for stream, value in v.items():
         assert value.shape == x[stream].shape
         assert value.std() > 0.1

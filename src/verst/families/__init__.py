@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from verst.errors import ModelError
 from verst.families.base import ALL_PARTS, Components, Family, Part, SamplingDefaults
 from verst.families.sd3 import Sd3
+from verst.families.wan import Wan
 from verst.types import Geometry
 
-FAMILIES: dict[str, Family] = {"StableDiffusion3Pipeline": Sd3()}
+FAMILIES: dict[str, Family] = {
+    "StableDiffusion3Pipeline": Sd3(),
+    "WanPipeline": Wan(),
+}
 """Pipeline class in model_index.json -> family."""
 
 __all__ = ["ALL_PARTS", "FAMILIES", "Components", "Family", "Geometry", "Part", "SamplingDefaults", "recognise"]
+
+
+@runtime_checkable
+class PerCheckpoint(Protocol):
+    """A family whose velocity depends on settings outside the transformer, e.g. the boundary between two experts."""
+
+    def for_checkpoint(self, folder: Path) -> Family:
+        """The adapter of this folder. Raises ModelError."""
 
 
 def recognise(folder: Path) -> Family:
@@ -27,4 +40,5 @@ def recognise(folder: Path) -> Family:
         raise ModelError(f"{index} is not a diffusers model index: {error!r}") from None
     if name not in FAMILIES:
         raise ModelError(f"{index} is a {name}; known pipelines: {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[name]
+    family = FAMILIES[name]
+    return family.for_checkpoint(folder) if isinstance(family, PerCheckpoint) else family

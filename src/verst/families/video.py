@@ -1,0 +1,67 @@
+"""What video families have in common: sizes, pixel layout, and schedulers that are not Euler's."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from verst.errors import ModelError, RequestError
+from verst.families.base import Components
+from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
+from verst.types import Geometry
+
+
+def check_video_size(geometry: Geometry, *, multiple: int, frames_every: int) -> None:
+    """Sides in multiples of `multiple` pixels, 1 + a multiple of `frames_every` frames. Raises RequestError."""
+    for side, pixels in (("height", geometry.height), ("width", geometry.width)):
+        if pixels % multiple or pixels <= 0:
+            nearest = max(multiple, round(pixels / multiple) * multiple)
+            raise RequestError(f"{side} = {pixels} is not a multiple of {multiple} pixels; nearest that is: {nearest}")
+    if geometry.num_frames < 1 or (geometry.num_frames - 1) % frames_every:
+        nearest = max(0, round((geometry.num_frames - 1) / frames_every)) * frames_every + 1
+        raise RequestError(
+            f"num_frames = {geometry.num_frames} is not 1 more than a multiple of {frames_every}; nearest: {nearest}"
+        )
+
+
+def to_clip(media: Tensor, vae: Any) -> Tensor:
+    """uint8 [B, F, H, W, 3] -> [B, 3, F, H, W] in [-1, 1], of the autoencoder's device and dtype."""
+    return media.permute(0, 4, 1, 2, 3).to(vae.device, vae.dtype) / 127.5 - 1
+
+
+def module_dtype(transformer: nn.Module) -> torch.dtype:
+    """What a diffusers transformer computes in: the dtype of the layers that are not kept in fp32."""
+    dtype: torch.dtype = cast(Any, transformer).dtype
+    return dtype
+
+
+def euler_on_flow_sigmas(
+    components: Components, *, num_steps: int, shift: float | None
+) -> FlowMatchEulerDiscreteScheduler:
+    """Euler's scheduler on the grid of the checkpoint's own one, with a static shift.
+
+    Multistep solvers (UniPC, DPM-Solver++) look back over several steps, so that a step is not a function of the
+    latent alone; their sigmas and timesteps are kept, the update is Euler's. Raises ModelError for one that is no
+    flow-matching scheduler.
+    """
+    config = dict(components.modules["scheduler"].config)
+    flow_euler = "shift" in config and "flow_shift" not in config
+    if shift is not None:
+        config["shift" if flow_euler else "flow_shift"] = shift
+    if flow_euler:
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
+        scheduler.set_timesteps(num_steps)
+        return scheduler
+    own_class = type(components.modules["scheduler"])
+    if not config.get("use_flow_sigmas"):
+        raise ModelError(f"{components.folder / 'scheduler'}: {own_class.__name__} without use_flow_sigmas is no flow")
+    own = own_class.from_config(config)
+    own.set_timesteps(num_steps)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=config["flow_shift"])
+    scheduler.set_timesteps(num_steps)
+    scheduler.sigmas = own.sigmas.to(torch.float32)
+    scheduler.timesteps = own.timesteps.to(torch.float32)  # Euler's takes no integers.
+    scheduler.set_begin_index(0)
+    return scheduler

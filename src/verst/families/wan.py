@@ -1,0 +1,284 @@
+"""Wan 2.1 and 2.2: diffusers' WanPipeline and WanImageToVideoPipeline layouts, one expert or two."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+from verst.errors import ModelError, RequestError
+from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
+from verst.families.loading import config_of, load_components
+from verst.families.video import check_video_size, euler_on_flow_sigmas, module_dtype, to_clip
+from verst.flow.guidance import classifier_free
+from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
+from verst.types import Conditioning, Geometry, Latents
+
+_PARTS: dict[Part, tuple[str, ...]] = {
+    "transformer": ("transformer", "transformer_2"),
+    "text": ("text_encoder", "tokenizer"),
+    "autoencoder": ("vae",),
+    "scheduler": ("scheduler",),
+}
+
+
+class Wan:
+    """Text to video. Between steps a latent is [B, C, T, H, W], as in the pipeline."""
+
+    name: str = "wan"
+    streams: tuple[str, ...] = ("visual",)
+    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    fsdp_blocks: tuple[str, ...] = ("WanTransformerBlock",)
+    same_prompt_batch: bool = False
+    max_batch: int | None = None
+    unguided_scale: float = 1.0
+    num_images: int = 0
+
+    def __init__(
+        self, *, boundary_ratio: float | None = None, expand_timesteps: bool = False, whole_timesteps: bool = True
+    ) -> None:
+        """boundary_ratio: sigma from which on "transformer" is the expert, "transformer_2" below it.
+
+        expand_timesteps: one timestep a token (TI2V-5B). whole_timesteps: the pipeline's scheduler rounds them down.
+        """
+        self.boundary_ratio = boundary_ratio
+        self.expand_timesteps = expand_timesteps
+        self.whole_timesteps = whole_timesteps
+
+    def for_checkpoint(self, folder: Path) -> Wan:
+        """The adapter with the settings that the pipeline keeps in its index. Raises ModelError."""
+        index = json.loads((folder / "model_index.json").read_text())
+        if self.num_images and index.get("expand_timesteps"):
+            raise ModelError(f"{folder}: a first frame for TI2V-5B is not supported; its WanPipeline layout is")
+        boundary = index.get("boundary_ratio")
+        if boundary is not None and (index.get("transformer_2") or [None])[0] is None:
+            raise ModelError(f"{folder / 'model_index.json'} has boundary_ratio = {boundary} but no transformer_2")
+        return type(self)(
+            boundary_ratio=boundary,
+            expand_timesteps=bool(index.get("expand_timesteps")),
+            whole_timesteps=index["scheduler"][1] != "FlowMatchEulerDiscreteScheduler",
+        )
+
+    def load(
+        self, folder: Path, *, parts: Iterable[Part] = ALL_PARTS, dtype: torch.dtype, device: torch.device
+    ) -> Components:
+        components = load_components(
+            self, folder, _PARTS, parts=parts, dtype=dtype, device=device, optional=("transformer_2",)
+        )
+        if self.boundary_ratio is None:
+            components.modules.pop("transformer_2", None)  # The pipeline never calls it then.
+        return components
+
+    def check_prompts(self, components: Components, prompts: Sequence[str], *, max_sequence_length: int) -> list[str]:
+        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+        ids = components.modules["tokenizer"]([prompt_clean(p) for p in prompts], truncation=False)["input_ids"]
+        return [
+            f"prompt {prompt!r} has {len(row)} tokens for tokenizer, which takes {max_sequence_length}"
+            for prompt, row in zip(prompts, ids, strict=True)
+            if len(row) > max_sequence_length
+        ]
+
+    def encode_prompts(
+        self,
+        components: Components,
+        prompts: Sequence[str],
+        *,
+        max_sequence_length: int,
+        geometry: Geometry | None = None,
+        negative: bool = False,
+    ) -> dict[str, Tensor]:
+        """Rows are padded with zeros to max_sequence_length, which the transformer attends to: there is no mask."""
+        embeds, _ = _pipeline(components).encode_prompt(
+            prompt=list(prompts),
+            do_classifier_free_guidance=False,
+            max_sequence_length=max_sequence_length,
+            device=components.device,
+        )
+        return {"encoder_hidden_states": embeds}
+
+    def sampling_defaults(self, components: Components) -> SamplingDefaults:
+        # The defaults of WanPipeline.__call__; frames a second as the models were trained.
+        return SamplingDefaults(
+            geometry=Geometry(height=480, width=832, num_frames=81, fps=24.0 if self.expand_timesteps else 16.0),
+            num_steps=50,
+            guidance_scale=5.0,
+            negative_prompt="",
+            max_sequence_length=512,
+        )
+
+    def check_geometry(self, components: Components, geometry: Geometry) -> None:
+        spatial, temporal = _vae_factors(components)
+        patch = config_of(components, "transformer")["patch_size"]
+        # 16 is the pipeline's own check.
+        check_video_size(geometry, multiple=max(16, spatial * patch[1]), frames_every=temporal)
+
+    def latent_shapes(self, components: Components, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        spatial, temporal = _vae_factors(components)
+        channels = config_of(components, "transformer")["out_channels"]
+        frames = (geometry.num_frames - 1) // temporal + 1
+        return {"visual": (channels, frames, geometry.height // spatial, geometry.width // spatial)}
+
+    def schedule(
+        self, components: Components, geometry: Geometry, *, num_steps: int, shift: float | None
+    ) -> dict[str, FlowMatchEulerDiscreteScheduler]:
+        del geometry  # Wan's shift is static
+        return {"visual": euler_on_flow_sigmas(components, num_steps=num_steps, shift=shift)}
+
+    def velocity(
+        self,
+        transformer: nn.Module,
+        latents: Latents,
+        sigmas: dict[str, Tensor],
+        conditioning: Conditioning,
+        *,
+        guidance_scale: float,
+        dtype: torch.dtype | None = None,
+    ) -> Latents:
+        """Rows on both sides of the boundary are split over the experts and put back in order."""
+        x, t = latents["visual"], self._timestep(sigmas["visual"])
+        guidance = guidance_scale if guidance_scale > 1 and conditioning.negative is not None else None
+        if not isinstance(transformer, nn.ModuleDict):
+            return {"visual": self._guided(transformer, x, t, conditioning, guidance, dtype)}
+        assert self.boundary_ratio is not None
+        high = t >= self.boundary_ratio * 1000
+        pieces, order = [], []
+        for name, rows in (("transformer", high.nonzero()[:, 0]), ("transformer_2", (~high).nonzero()[:, 0])):
+            if len(rows) == len(x):
+                return {"visual": self._guided(transformer[name], x, t, conditioning, guidance, dtype)}
+            if len(rows):
+                part = conditioning.rows(rows)
+                pieces.append(self._guided(transformer[name], x[rows], t[rows], part, guidance, dtype))
+                order.append(rows)
+        return {"visual": torch.cat(pieces)[torch.cat(order).argsort()]}
+
+    def _timestep(self, sigma: Tensor) -> Tensor:
+        """[B] int64, or fp32 with a scheduler that keeps fractions."""
+        if self.whole_timesteps:
+            return (sigma.double() * 1000).floor().long()
+        return sigma.float() * 1000
+
+    def _guided(
+        self,
+        expert: nn.Module,
+        x: Tensor,
+        timestep: Tensor,
+        conditioning: Conditioning,
+        guidance: float | None,
+        dtype: torch.dtype | None,
+    ) -> Tensor:
+        """Two passes, as diffusers' pipeline does it."""
+        dtype = dtype or module_dtype(expert)
+        model_input = torch.cat([x, conditioning.positive["condition"]], dim=1) if self.num_images else x
+        if self.expand_timesteps:
+            frames, height, width = x.shape[2:]
+            tokens = frames * ((height + 1) // 2) * ((width + 1) // 2)
+            timestep = timestep.float()[:, None].expand(-1, tokens)
+        positive = _forward(expert, model_input, timestep, conditioning.positive, dtype)
+        if guidance is None:
+            return positive
+        assert conditioning.negative is not None
+        return classifier_free(
+            positive, _forward(expert, model_input, timestep, conditioning.negative, dtype), guidance
+        )
+
+    @torch.no_grad()
+    def encode_media(self, components: Components, media: Tensor) -> Latents:
+        vae = components.modules["vae"]
+        return {"visual": _normalised(vae, vae.encode(to_clip(media, vae)).latent_dist.mode())}
+
+    @torch.no_grad()
+    def decode_pixels(self, components: Components, latents: Latents) -> Tensor:
+        vae = components.modules["vae"]
+        mean, inverse_std = _statistics(vae, latents["visual"].to(vae.dtype))
+        clip = vae.decode(latents["visual"].to(vae.dtype) / inverse_std + mean, return_dict=False)[0]
+        return (clip * 0.5 + 0.5).clamp(0, 1).float().transpose(1, 2)
+
+    def decode(self, components: Components, latents: Latents) -> Tensor:
+        return to_uint8(self.decode_pixels(components, latents))
+
+    def decode_audio(self, components: Components, latents: Latents) -> None:
+        return None
+
+    def encode_images(self, components: Components, images: Sequence[Tensor], geometry: Geometry) -> dict[str, Tensor]:
+        raise RequestError(f"{self.name} takes no condition image")
+
+    def pack(self, latents: Latents, geometry: Geometry) -> Latents:
+        return latents
+
+    def unpack(self, latents: Latents, geometry: Geometry) -> Latents:
+        return latents
+
+
+class WanImageToVideo(Wan):
+    """A first frame and a text to video: its latent and a mask stand beside the noisy latent's channels."""
+
+    name: str = "wan_i2v"
+    num_images: int = 1
+
+    def for_checkpoint(self, folder: Path) -> Wan:
+        config = json.loads((folder / "transformer" / "config.json").read_text())
+        if config.get("image_dim") is not None:
+            raise ModelError(
+                f"{folder / 'transformer'} reads CLIP image embeddings (Wan 2.1 I2V), which is not supported"
+            )
+        return super().for_checkpoint(folder)
+
+    @torch.no_grad()
+    def encode_images(self, components: Components, images: Sequence[Tensor], geometry: Geometry) -> dict[str, Tensor]:
+        """`condition` [1, S + C, T, H, W]: a mask over the S pixel frames of a latent frame, then the clean latent of
+        the first frame followed by black."""
+        from diffusers.video_processor import VideoProcessor
+        from PIL import Image
+
+        vae = components.modules["vae"]
+        (spatial, temporal), (height, width) = _vae_factors(components), (geometry.height, geometry.width)
+        picture = VideoProcessor(vae_scale_factor=spatial).preprocess(
+            Image.fromarray(images[0].cpu().numpy()), height=height, width=width
+        )
+        clip = picture.to(components.device, torch.float32).unsqueeze(2)
+        clip = torch.cat([clip, clip.new_zeros(1, 3, geometry.num_frames - 1, height, width)], dim=2)
+        latent = _normalised(vae, vae.encode(clip.to(vae.dtype)).latent_dist.mode())
+        mask = latent.new_zeros(1, temporal, *latent.shape[2:])
+        mask[:, :, 0] = 1
+        return {"condition": torch.cat([mask, latent], dim=1)}
+
+
+def _forward(
+    expert: nn.Module, x: Tensor, timestep: Tensor, conditioning: dict[str, Tensor], dtype: torch.dtype
+) -> Tensor:
+    output: Tensor = expert(
+        hidden_states=x.to(dtype),
+        timestep=timestep,
+        encoder_hidden_states=conditioning["encoder_hidden_states"].to(dtype),
+        return_dict=False,
+    )[0]
+    return output.float()
+
+
+def _statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and inverse standard deviation of the latents, [1, C, 1, 1, 1], rounded as in the pipeline."""
+    mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1).to(like)
+    return mean, 1.0 / torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1).to(like)
+
+
+def _normalised(vae: Any, latent: Tensor) -> Tensor:
+    mean, inverse_std = _statistics(vae, latent)
+    return ((latent - mean) * inverse_std).float()
+
+
+def _vae_factors(components: Components) -> tuple[int, int]:
+    """Pixels a latent pixel, frames a latent frame."""
+    config = config_of(components, "vae")
+    return config.get("scale_factor_spatial") or 8, config.get("scale_factor_temporal") or 4
+
+
+def _pipeline(components: Components) -> Any:
+    """diffusers' own pipeline around the text encoder, for its exact prompt encoding."""
+    names = ("tokenizer", "text_encoder", "vae", "scheduler", "transformer", "transformer_2")
+    return diffusers.WanPipeline(**dict.fromkeys(names) | {n: components.modules[n] for n in _PARTS["text"]})
