@@ -121,7 +121,7 @@ def _tile(rows: Sequence[tuple[PairBlock, int]], piece: slice, device: torch.dev
     sizes = [len(block.advantages[piece]) for block, _ in rows]
 
     def join(parts: Sequence[Tensor]) -> Tensor:
-        return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to(device)
+        return torch.cat(list(parts)).to(device)
 
     def spread(name: str, field: str) -> Tensor:
         return join([getattr(b, field)[name][s].expand(n) for (b, s), n in zip(rows, sizes, strict=True)])
@@ -142,7 +142,9 @@ def _tile(rows: Sequence[tuple[PairBlock, int]], piece: slice, device: torch.dev
 
 def to_device(conditioning: Conditioning, device: torch.device) -> Conditioning:
     def move(side: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value.to(device) for name, value in side.items()}
+        # A copy, as `join` makes one: a view of received bytes may start anywhere, and matrix kernels round otherwise
+        # on memory that is not aligned as the engine's was.
+        return {name: value.to(device, copy=True) for name, value in side.items()}
 
     negative = None if conditioning.negative is None else move(conditioning.negative)
     return replace(conditioning, positive=move(conditioning.positive), negative=negative)

@@ -43,4 +43,6 @@ def shard(module: nn.Module, *, blocks: tuple[str, ...], mesh: DeviceMesh, compu
             if type(child).__name__ in blocks:
                 fully_shard(child, mesh=mesh, mp_policy=policy)
         # Each expert is a root of its own: `velocity` calls it, never the ModuleDict around it.
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        # By default a root keeps what it gathered until the backward, and the forward of a reference that swaps the
+        # sharded weights would go through the gathered ones of the policy.
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)

@@ -208,8 +208,8 @@ class RlTrainer:
         return {**self.core.tensors(), "num_steps": torch.tensor(self.core.num_steps)}
 
     def weights(self) -> dict[str, Tensor]:
-        """The trained weights, unsharded, fp32, on the CPU. A collective."""
-        return trained_tensors(self.core.named, dtype=torch.float32)
+        """Copies of the trained weights, unsharded, fp32, on the CPU. A collective."""
+        return {name: value.clone() for name, value in trained_tensors(self.core.named, dtype=torch.float32).items()}
 
     def close(self) -> None:
         self.unpublish()

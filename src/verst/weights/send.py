@@ -15,7 +15,10 @@ from verst.weights.manifest import Bucket, Manifest, bucket_size, digest_of, pac
 
 
 def trained_tensors(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Unsharded copies on the CPU in the engine's dtype. A collective: every rank calls it."""
+    """Unsharded on the CPU in the engine's dtype, the parameter's own memory where it is that already.
+
+    A collective: every rank calls it.
+    """
     tensors = {}
     for name, p in named.items():
         value = p.detach()

@@ -1,0 +1,180 @@
+"""What the tests of trainer and checkpoints share: a real rollout without processes, one rank here, two ranks beside.
+
+python trainer_fixtures.py JOB RANK FOLDER     one of two ranks; JOB is a function below
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from run_fixtures import recipe_with, tiny_model
+from torch import Tensor
+
+from verst.config.recipe import RlRecipe
+from verst.engine.resolve import resolve
+from verst.engine.wire import encode_response, to_microgroup
+from verst.engine.worker import Worker
+from verst.loops.batch import make_batch
+from verst.rollout.pipeline import ScoredMicrogroup, assemble
+from verst.rollout.plan import plan_rollout
+from verst.rollout.prompts import PromptSource
+from verst.trainer.pairs import PairBlock
+from verst.trainer.parallel import open_store
+from verst.trainer.rl import DTYPES, RlTrainer
+from verst.types import Group, SampleKey, Scores
+
+LORA = 'model.finetune={type="lora", rank=2, alpha=4.0}'
+CALM_ADAM = "trainer.adam_epsilon=1e-4"
+"""With Adam's own 1e-8 a gradient that is 0 up to rounding becomes a whole step of either sign."""
+Shares = list[list[PairBlock]]
+"""One rank's: optimizer step -> blocks."""
+
+
+def uneven_score(key: SampleKey) -> float:
+    """Some reward that tells all samples apart."""
+    return ((7 * key.index + 3 * key.group + 5 * key.rollout) % 11) / 11
+
+
+@functools.cache
+def _worker(dtype: str) -> Worker:
+    return Worker(tiny_model(), dtype=DTYPES[dtype])
+
+
+def groups_of(
+    recipe: RlRecipe,
+    *,
+    rollout: int = 0,
+    worker: Worker | None = None,
+    score: Callable[[SampleKey], float] = uneven_score,
+) -> list[Group]:
+    """One rollout through the real engine worker and the real wire, scored by `score`."""
+    worker = worker or _worker(recipe.model.dtype)
+    source = PromptSource(recipe.prompts.train, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
+    scored = []
+    for task in plan_rollout(recipe, source, rollout):
+        (records,) = worker.generate([resolve(task.request, worker.components)])
+        assert not isinstance(records, Exception), records
+        microgroup = to_microgroup(encode_response(records), task.keys)
+        scores = Scores(by_reward={"jpeg_size": tuple(score(key) for key in task.keys)})
+        scored.append(ScoredMicrogroup(task=task, microgroup=microgroup, scores=scores))
+    return assemble(scored, group_size=recipe.rollout.group_size)
+
+
+def shares_of(recipe: RlRecipe, **rollout: Any) -> list[Shares]:
+    """rank -> its share of one rollout."""
+    return make_batch(recipe, groups_of(recipe, **rollout)).shares
+
+
+@contextmanager
+def one_rank(recipe: RlRecipe) -> Iterator[RlTrainer]:
+    store = open_store("127.0.0.1", 0, rank=0, world_size=1)
+    trainer = RlTrainer(recipe, rank=0, world_size=1, store=store, device=torch.device("cpu"))
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def gradients(trainer: RlTrainer) -> dict[str, Tensor]:
+    """Of the last step, unsharded, before clipping if the recipe's limit is large."""
+    return {name: p.grad.full_tensor().clone() for name, p in trainer.core.named.items() if p.grad is not None}  # type: ignore[attr-defined]
+
+
+def largest_difference(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
+    assert one.keys() == two.keys()
+    return max(float((one[name] - two[name]).abs().max()) for name in one)
+
+
+def two_ranks(job: Callable[..., None], folder: Path, *, timeout_s: float = 240.0) -> None:
+    """Run `job(trainer_of, rank, folder)` of this file in two processes; what they say comes with a failure."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, job.__name__, str(rank), str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=timeout_s)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+
+
+TrainerOf = Callable[[RlRecipe], RlTrainer]
+
+
+def rank_step(trainer_of: TrainerOf, rank: int, folder: Path) -> None:
+    """For each `<name>.case`: one update of this rank's share; weights before closing go to `<name>.rank<r>`."""
+    for path in sorted(folder.glob("*.case")):
+        case: dict[str, Any] = torch.load(path, weights_only=False)
+        trainer = trainer_of(case["recipe"])
+        metrics = trainer.update(case["shares"][rank])
+        shards = {name: p.to_local().shape for name, p in trainer.core.named.items()}  # type: ignore[attr-defined]
+        result = {"weights": trainer.weights(), "metrics": metrics, "shards": shards}
+        torch.save(result, path.with_suffix(f".rank{rank}"))
+        trainer.close()
+
+
+def rank_checkpoints(trainer_of: TrainerOf, rank: int, folder: Path) -> None:
+    """Train on and save for one rank; then load what one rank saved and train on."""
+    case: dict[str, Any] = torch.load(folder / "case", weights_only=False)
+    trainer = trainer_of(case["recipe"])
+    trainer.update(case["shares"][0][rank])
+    trainer.save(folder / "by_two", 1)
+    trainer.update(case["shares"][1][rank])
+    torch.save({"weights": trainer.weights()}, folder / f"straight.rank{rank}")
+    trainer.close()
+    trainer = trainer_of(case["recipe"])
+    trainer.load(folder / "by_one" / "step_00000001")
+    loaded = trainer.weights()
+    trainer.update(case["shares"][1][rank])
+    result = {"loaded": loaded, "weights": trainer.weights(), "num_steps": trainer.core.num_steps}
+    torch.save(result, folder / f"resumed.rank{rank}")
+    trainer.close()
+
+
+def _trainers(rank: int, folder: Path) -> TrainerOf:
+    """Trainers of this rank, one after the other; rank 0 opens each store and tells rank 1 where."""
+    count = 0
+
+    def trainer_of(recipe: RlRecipe) -> RlTrainer:
+        nonlocal count
+        count += 1
+        port = folder / f"port{count}"
+        if rank == 0:
+            store = open_store("127.0.0.1", 0, rank=0, world_size=2)
+            port.with_suffix(".new").write_text(str(store.port))
+            port.with_suffix(".new").rename(port)
+        else:
+            while not port.exists():
+                time.sleep(0.01)
+            store = open_store("127.0.0.1", int(port.read_text()), rank=1, world_size=2)
+        return RlTrainer(recipe, rank=rank, world_size=2, store=store, device=torch.device("cpu"))
+
+    return trainer_of
+
+
+def case_of(folder: Path, *overrides: str, rollouts: Sequence[int] = (0,)) -> tuple[RlRecipe, list[list[Shares]]]:
+    """A recipe and, for each rollout, the shares of every rank."""
+    recipe = recipe_with(folder, *overrides)
+    return recipe, [shares_of(recipe, rollout=rollout) for rollout in rollouts]
+
+
+if __name__ == "__main__":
+    job, rank, folder = globals()[sys.argv[1]], int(sys.argv[2]), Path(sys.argv[3])
+    job(_trainers(rank, folder), rank, folder)
