@@ -68,3 +68,9 @@ def config_of(components: Components, name: str) -> Mapping[str, Any]:
         return dict(module.config)
     config: Mapping[str, Any] = json.loads((components.folder / name / "config.json").read_text())
     return config
+
+
+def index_of(components: Components) -> Mapping[str, Any]:
+    """model_index.json, where a pipeline keeps its own settings beside its components' classes."""
+    index: Mapping[str, Any] = json.loads((components.folder / "model_index.json").read_text())
+    return index
