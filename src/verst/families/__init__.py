@@ -8,11 +8,15 @@ from typing import Protocol, runtime_checkable
 
 from verst.errors import ModelError
 from verst.families.base import ALL_PARTS, Components, Family, Part, SamplingDefaults
+from verst.families.krea2 import Krea2
+from verst.families.qwen_image import QwenImage
 from verst.families.sd3 import Sd3
 from verst.families.wan import Wan
 from verst.types import Geometry
 
 FAMILIES: dict[str, Family] = {
+    "Krea2Pipeline": Krea2(),
+    "QwenImagePipeline": QwenImage(),
     "StableDiffusion3Pipeline": Sd3(),
     "WanPipeline": Wan(),
 }

@@ -1,0 +1,252 @@
+"""Qwen-Image: diffusers' QwenImagePipeline layout, and what its relatives for editing share with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verst.errors import RequestError
+from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
+from verst.families.dynamic_shift import euler_schedule, falling_sigmas, linear_mu
+from verst.families.latent_stats import denormalised, normalised
+from verst.families.loading import config_of, load_components
+from verst.families.sizes import check_is_image, check_pixels
+from verst.flow.guidance import classifier_free
+from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
+from verst.types import Conditioning, Geometry, Latents, join_rows
+
+MAX_PROMPT_TOKENS = 1024
+"""The pipelines' tokenizers crop here, after the template's own tokens."""
+
+
+class QwenImage:
+    name: str = "qwen_image"
+    streams: tuple[str, ...] = ("visual",)
+    lora_targets: tuple[str, ...] = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
+    fsdp_blocks: tuple[str, ...] = ("QwenImageTransformerBlock",)
+    same_prompt_batch: bool = False
+    max_batch: int | None = None
+    unguided_scale: float = 1.0
+    num_images: int = 0
+    parts: dict[Part, tuple[str, ...]] = {  # noqa: RUF012
+        "transformer": ("transformer",),
+        "text": ("text_encoder", "tokenizer"),
+        "autoencoder": ("vae",),
+        "scheduler": ("scheduler",),
+    }
+    keeps_norm: bool = True
+    """The guided velocity is scaled to the norm of the conditional one, token by token."""
+
+    def load(
+        self, folder: Path, *, parts: Iterable[Part] = ALL_PARTS, dtype: torch.dtype, device: torch.device
+    ) -> Components:
+        return load_components(self, folder, self.parts, parts=parts, dtype=dtype, device=device)
+
+    def check_prompts(self, components: Components, prompts: Sequence[str], *, max_sequence_length: int) -> list[str]:
+        pipeline = self.pipeline(components)
+        limit, problems = min(max_sequence_length, MAX_PROMPT_TOKENS), []
+        for prompt in prompts:
+            ids = components.modules["tokenizer"](pipeline.prompt_template_encode.format(prompt))["input_ids"]
+            length = len(ids) - pipeline.prompt_template_encode_start_idx
+            if length > limit:
+                problems.append(f"prompt {prompt!r} has {length} tokens, the model takes {limit}")
+        return problems
+
+    def encode_prompts(
+        self,
+        components: Components,
+        prompts: Sequence[str],
+        *,
+        max_sequence_length: int,
+        geometry: Geometry | None = None,
+        negative: bool = False,
+        images: Sequence[Tensor] = (),
+    ) -> dict[str, Tensor]:
+        """`encoder_hidden_states` [B, L, D] and `encoder_attention_mask` [B, L], 0 where a row is padded."""
+        del geometry, negative, images
+        pipeline = self.pipeline(components)
+        rows = [
+            pipeline.encode_prompt(prompt, device=components.device, max_sequence_length=max_sequence_length)
+            for prompt in prompts
+        ]
+        return join_rows([prompt_row(*row) for row in rows])
+
+    def sampling_defaults(self, components: Components) -> SamplingDefaults:
+        size = 128 * vae_factor(components)
+        # QwenImagePipeline.__call__'s; it guides only when a negative prompt is given, and its examples give a space.
+        return SamplingDefaults(
+            geometry=Geometry(height=size, width=size),
+            num_steps=50,
+            guidance_scale=4.0,
+            negative_prompt=" ",
+            max_sequence_length=512,
+        )
+
+    def check_geometry(self, components: Components, geometry: Geometry) -> None:
+        check_pixels(geometry, multiple=2 * vae_factor(components))
+        check_is_image(geometry, self.name)
+
+    def latent_shapes(self, components: Components, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        factor = vae_factor(components)
+        channels = config_of(components, "transformer")["in_channels"] // 4
+        return {"visual": (channels, geometry.height // factor, geometry.width // factor)}
+
+    def schedule(
+        self, components: Components, geometry: Geometry, *, num_steps: int, shift: float | None
+    ) -> dict[str, FlowMatchEulerDiscreteScheduler]:
+        config = components.modules["scheduler"].config
+        *_, height, width = self.latent_shapes(components, geometry)["visual"]
+        mu = linear_mu((height // 2) * (width // 2), config)
+        return {"visual": euler_schedule(config, falling_sigmas(num_steps), mu=mu, shift=shift)}
+
+    def velocity(
+        self,
+        transformer: nn.Module,
+        latents: Latents,
+        sigmas: dict[str, Tensor],
+        conditioning: Conditioning,
+        *,
+        guidance_scale: float,
+        dtype: torch.dtype | None = None,
+    ) -> Latents:
+        dtype = dtype or next(transformer.parameters()).dtype
+        x = latents["visual"]
+        timestep = sigmas["visual"].float() * 1000 / 1000  # As the pipeline makes it: not always sigma's own bits.
+        tokens = pack_frames(self._frames(x))
+
+        def forward(side: dict[str, Tensor]) -> Tensor:
+            images = condition_images(side)
+            shapes = [frame for latent in (self._frames(x), *images) for frame in frame_shapes(latent)]
+            output: Tensor = transformer(
+                hidden_states=torch.cat([tokens, *(pack_frames(image) for image in images)], dim=1).to(dtype),
+                timestep=timestep,
+                img_shapes=[shapes] * len(x),
+                return_dict=False,
+                **text_arguments(side, dtype),
+                **self._more_arguments(x),
+            )[0]
+            return output[:, : tokens.shape[1]].float()
+
+        v = forward(conditioning.positive)
+        if guidance_scale > self.unguided_scale and conditioning.negative is not None:
+            v = self._guided(v, forward(conditioning.negative), guidance_scale)
+        return {"visual": unpack_frames(v, self._frames(x)).reshape(x.shape)}
+
+    def _guided(self, positive: Tensor, negative: Tensor, scale: float) -> Tensor:
+        """[B, S, C] each."""
+        v = classifier_free(positive, negative, scale)
+        if not self.keeps_norm:
+            return v
+        return v * (torch.norm(positive, dim=-1, keepdim=True) / torch.norm(v, dim=-1, keepdim=True))
+
+    def _frames(self, x: Tensor) -> Tensor:
+        """One sample's latent as frames: [B, T, C, H, W]."""
+        return x.unsqueeze(1)
+
+    def _more_arguments(self, x: Tensor) -> dict[str, Any]:
+        """Arguments that the transformer takes besides those of every variant."""
+        del x
+        return {}
+
+    @torch.no_grad()
+    def encode_media(self, components: Components, media: Tensor) -> Latents:
+        vae = components.modules["vae"]
+        pixels = media.permute(0, 4, 1, 2, 3).to(components.device, vae.dtype) / 127.5 - 1
+        x0 = vae.encode(pixels).latent_dist.mode()
+        return {"visual": normalised(x0, vae)[:, :, 0].float()}
+
+    @torch.no_grad()
+    def decode_pixels(self, components: Components, latents: Latents) -> Tensor:
+        vae = components.modules["vae"]
+        x0 = denormalised(latents["visual"].unsqueeze(2).to(vae.dtype), vae)
+        pixels = vae.decode(x0, return_dict=False)[0]
+        return (pixels / 2 + 0.5).clamp(0, 1).float().transpose(1, 2)
+
+    def decode(self, components: Components, latents: Latents) -> Tensor:
+        return to_uint8(self.decode_pixels(components, latents))
+
+    def decode_audio(self, components: Components, latents: Latents) -> None:
+        return None
+
+    def encode_images(self, components: Components, images: Sequence[Tensor], geometry: Geometry) -> dict[str, Tensor]:
+        raise RequestError(f"{self.name} takes no condition image")
+
+    def pack(self, latents: Latents, geometry: Geometry) -> Latents:
+        return {"visual": pack_frames(self._frames(latents["visual"]))}
+
+    def unpack(self, latents: Latents, geometry: Geometry) -> Latents:
+        """[B, S, 4 C] -> [B, C, H, W], whose height to width ratio is the geometry's."""
+        tokens = latents["visual"]
+        height, width = token_grid(tokens.shape[1], geometry)
+        frames = tokens.new_empty((len(tokens), 1, tokens.shape[2] // 4, 2 * height, 2 * width))
+        return {"visual": unpack_frames(tokens, frames)[:, 0]}
+
+    def pipeline(self, components: Components) -> Any:
+        """diffusers' own pipeline around the text encoder, for its exact prompt encoding."""
+        from diffusers import QwenImagePipeline
+
+        return QwenImagePipeline(scheduler=None, vae=None, transformer=None, **text_modules(self, components))
+
+
+def text_modules(family: QwenImage, components: Components) -> dict[str, Any]:
+    return {name: components.modules[name] for name in family.parts["text"]}
+
+
+def prompt_row(embeds: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    """Conditioning of one prompt from what a pipeline's encode_prompt returns; its mask is None without padding."""
+    mask = torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device) if mask is None else mask
+    return {"encoder_hidden_states": embeds, "encoder_attention_mask": mask}
+
+
+def text_arguments(side: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor | None]:
+    """The transformer's text arguments, cropped to the longest row, without a mask where no row is shorter.
+
+    As the pipelines do it: attention without a mask takes another kernel, so a row alone must not carry one.
+    """
+    mask = side["encoder_attention_mask"]
+    lengths = mask.sum(dim=1).tolist()
+    longest = max(lengths)
+    return {
+        "encoder_hidden_states": side["encoder_hidden_states"][:, :longest].to(dtype),
+        "encoder_hidden_states_mask": None if min(lengths) == longest else mask[:, :longest],
+    }
+
+
+def condition_images(side: dict[str, Tensor]) -> list[Tensor]:
+    """Latents of the condition images in order, each [B, 1, C, H, W]."""
+    count = sum(name.startswith("image_latents_") for name in side)
+    return [side[f"image_latents_{index}"] for index in range(count)]
+
+
+def frame_shapes(frames: Tensor) -> list[tuple[int, int, int]]:
+    """(1, height, width) in tokens for each of the frames [B, T, C, H, W]."""
+    return [(1, frames.shape[3] // 2, frames.shape[4] // 2)] * frames.shape[1]
+
+
+def pack_frames(frames: Tensor) -> Tensor:
+    """[B, T, C, H, W] -> [B, T (H/2) (W/2), 4 C]: patches of 2x2 as tokens."""
+    b, t, c, h, w = frames.shape
+    patches = frames.reshape(b, t, c, h // 2, 2, w // 2, 2).permute(0, 1, 3, 5, 2, 4, 6)
+    return patches.reshape(b, t * (h // 2) * (w // 2), 4 * c)
+
+
+def unpack_frames(tokens: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `pack_frames`, to the shape of `like`."""
+    b, t, c, h, w = like.shape
+    patches = tokens.reshape(b, t, h // 2, w // 2, c, 2, 2).permute(0, 1, 4, 2, 5, 3, 6)
+    return patches.reshape(b, t, c, h, w)
+
+
+def token_grid(num_tokens: int, geometry: Geometry) -> tuple[int, int]:
+    """(height, width) in tokens of a picture of the geometry's proportions."""
+    side = round((geometry.height * geometry.width / num_tokens) ** 0.5)
+    return geometry.height // side, geometry.width // side
+
+
+def vae_factor(components: Components) -> int:
+    """Pixels a latent column."""
+    return int(2 ** len(config_of(components, "vae")["temperal_downsample"]))
