@@ -15,6 +15,7 @@ from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, t
 from verst.families.latent_stats import denormalised, normalised
 from verst.families.loading import config_of, index_of, load_components
 from verst.families.sizes import check_is_image, check_pixels
+from verst.families.video import module_dtype
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.types import Conditioning, Geometry, Latents
 
@@ -43,7 +44,10 @@ class Krea2:
     def load(
         self, folder: Path, *, parts: Iterable[Part] = ALL_PARTS, dtype: torch.dtype, device: torch.device
     ) -> Components:
-        return load_components(self, folder, _PARTS, parts=parts, dtype=dtype, device=device)
+        components = load_components(self, folder, _PARTS, parts=parts, dtype=dtype, device=device)
+        if "transformer" in components.modules:
+            components.modules["transformer"].text_fusion.projector.register_forward_pre_hook(_contiguous)
+        return components
 
     def check_prompts(self, components: Components, prompts: Sequence[str], *, max_sequence_length: int) -> list[str]:
         pipeline = _pipeline(components)
@@ -117,7 +121,7 @@ class Krea2:
         guidance_scale: float,
         dtype: torch.dtype | None = None,
     ) -> Latents:
-        dtype = dtype or next(transformer.parameters()).dtype
+        dtype = dtype or module_dtype(transformer)
         x, sigma = latents["visual"], sigmas["visual"].float()
         height, width = x.shape[-2:]
 
@@ -168,6 +172,11 @@ class Krea2:
         # The sides in patches follow from the picture's and the number of patches.
         factor = round((geometry.height * geometry.width / packed.shape[1]) ** 0.5) // _PATCH
         return {"visual": _unpack(packed, geometry.height // factor, geometry.width // factor)}
+
+
+def _contiguous(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    """torch multiplies a permuted tensor by a frozen matrix in another order than by a trainable one; not this one."""
+    return (args[0].contiguous(),)
 
 
 def _pack(x: Tensor) -> Tensor:

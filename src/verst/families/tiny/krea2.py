@@ -17,12 +17,12 @@ _TEXT_LAYERS = 36
 
 def tiny_krea2() -> Krea2Pipeline:
     """About 0.5 M random parameters; images in multiples of 16 pixels."""
-    template = Krea2Pipeline(scheduler=None, vae=None, text_encoder=None, tokenizer=None, transformer=None)
+    template: Any = Krea2Pipeline(scheduler=None, vae=None, text_encoder=None, tokenizer=None, transformer=None)
     tokenizer = qwen_tokenizer(
         template.prompt_template_encode_prefix, template.prompt_template_encode_suffix, *_PROMPTS
     )
     width = 16
-    transformer = Krea2Transformer2DModel(
+    transformer: Any = Krea2Transformer2DModel(
         in_channels=16,
         num_layers=2,
         attention_head_dim=8,

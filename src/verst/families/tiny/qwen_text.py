@@ -66,16 +66,17 @@ def qwen3_vl(tokenizer: Qwen2Tokenizer, *, num_layers: int, width: int) -> Qwen3
         "num_position_embeddings": 16,
         "deepstack_visual_indexes": [0],
     }
+    vocab = tokenizer.get_vocab()
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     return Qwen3VLModel(
         Qwen3VLConfig(
             text_config={**_text_config(tokenizer, num_layers=num_layers, width=width), "rope_parameters": rope},
             vision_config=vision,
             tie_word_embeddings=False,
-            image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
-            video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
-            vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
-            vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+            image_token_id=vocab["<|image_pad|>"],
+            video_token_id=vocab["<|video_pad|>"],
+            vision_start_token_id=vocab["<|vision_start|>"],
+            vision_end_token_id=vocab["<|vision_end|>"],
         )
     ).eval()
 
