@@ -87,12 +87,14 @@ class Trainer:
         """
         self.optimizer.zero_grad(set_to_none=True)
         loss, sums, maxima = self._backward(tiles)
-        grads = [p for p in self.named.values() if p.grad is not None]
-        limit = math.inf if self._config.grad_clip is None else self._config.grad_clip
-        norm = torch.nn.utils.clip_grad_norm_(grads, limit, foreach=False)
+        trained = [p for p in self.named.values() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None], foreach=False)
         grad_norm = float(_full(norm))
+        # Before clipping, which would make every gradient NaN and so hide where it began.
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             raise InvariantError(self._describe_non_finite(loss, grad_norm))
+        if self._config.grad_clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(trained, self._config.grad_clip, norm, foreach=False)
         lr = self.lr_at(self.num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

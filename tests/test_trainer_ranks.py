@@ -1,0 +1,89 @@
+"""Two trainer ranks over gloo do what one does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from run_fixtures import recipe_with
+from trainer_fixtures import (
+    CALM_ADAM,
+    LORA,
+    largest_difference,
+    one_rank,
+    rank_step,
+    shares_of,
+    two_ranks,
+    uneven_score,
+)
+
+from verst.types import SampleKey
+
+CASES: dict[str, tuple[str, ...]] = {
+    "full": (),
+    "lora": (LORA, "sampling.guidance_scale=3.0"),
+    "uneven": ("rollout.group_size=6", "rollout.num_groups=2"),
+    "two_steps_with_kl": (
+        "trainer.steps_per_rollout=2",
+        "algorithm.kl_beta=0.5",
+        'algorithm.reference={type="frozen"}',
+    ),
+}
+
+
+def score(name: str, key: SampleKey) -> float:
+    """In the uneven case one of six microgroups has no reward, so that one rank has two blocks and the other three."""
+    if name == "uneven" and key.group == 1 and key.index >= 4:
+        return math.nan
+    return uneven_score(key)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """case -> weights and metrics of one rank ("alone") and of each of two; all cases in one pair of processes."""
+    folder = tmp_path_factory.mktemp("ranks")
+    found: dict[str, dict[str, Any]] = {}
+    for name, overrides in CASES.items():
+        recipe = recipe_with(folder, CALM_ADAM, *overrides)
+        both = recipe_with(folder, CALM_ADAM, "trainer.ranks=2", *overrides)
+        (share,) = shares_of(recipe, score=lambda key, name=name: score(name, key))
+        shares = shares_of(both, score=lambda key, name=name: score(name, key))
+        torch.save({"recipe": both, "shares": shares}, folder / f"{name}.case")
+        with one_rank(recipe) as trainer:
+            before, metrics = trainer.weights(), trainer.update(share)
+            found[name] = {"before": before, "alone": trainer.weights(), "metrics": metrics, "shares": shares}
+    two_ranks(rank_step, folder)
+    for name, case in found.items():
+        case |= {f"rank{r}": torch.load(folder / f"{name}.rank{r}", weights_only=False) for r in range(2)}
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_step_as_one(results: dict[str, dict[str, Any]], name: str) -> None:
+    case = results[name]
+    first, second = case["rank0"], case["rank1"]
+    assert largest_difference(first["weights"], second["weights"]) == 0.0
+    assert largest_difference(first["weights"], case["alone"]) <= 1e-6
+    assert largest_difference(case["before"], case["alone"]) > 1e-4
+    assert first["metrics"] == second["metrics"]
+    assert first["metrics"].ratio_max_deviation == 0.0
+    assert first["metrics"].log_prob_max_difference == 0.0
+    for field in ("loss", "grad_norm", "clip_fraction", "kl"):
+        assert getattr(first["metrics"], field) == pytest.approx(getattr(case["metrics"], field), rel=1e-4, abs=1e-7)
+    assert first["metrics"].num_steps == case["metrics"].num_steps == (2 if name == "two_steps_with_kl" else 1)
+
+
+def test_each_rank_holds_its_part(results: dict[str, dict[str, Any]]) -> None:
+    for case in results.values():
+        for name, whole in case["alone"].items():
+            parts = [math.prod(case[f"rank{r}"]["shards"][name]) for r in range(2)]
+            assert sum(parts) == whole.numel()
+            assert max(parts) < whole.numel() or whole.shape[0] == 1
+
+
+def test_uneven_case_is_uneven(results: dict[str, dict[str, Any]]) -> None:
+    shares = results["uneven"]["shares"]
+    assert [len(share[0]) for share in shares] == [3, 2]
+    assert [sum(block.num_pairs for block in share[0]) for share in shares] == [12, 8]
