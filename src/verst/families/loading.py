@@ -48,17 +48,25 @@ def load_components(
 
 
 def _load(folder: Path, name: str, library: str, class_name: str, dtype: torch.dtype, device: torch.device) -> Any:
-    cls = getattr(transformers if library == "transformers" else diffusers, class_name, None)
+    cls = _class_of(library, class_name)
     if cls is None:
         raise ModelError(f"{folder / 'model_index.json'}: {library} has no class {class_name} (for {name})")
     options: dict[str, Any] = {}
     if isinstance(cls, type) and issubclass(cls, nn.Module):
-        options["torch_dtype" if library == "diffusers" else "dtype"] = dtype
+        options["dtype" if library == "transformers" else "torch_dtype"] = dtype
     try:
         part = cls.from_pretrained(folder, subfolder=name, local_files_only=True, **options)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"{folder / name} cannot be loaded as {class_name}: {error}") from error
     return part.to(device).eval().requires_grad_(False) if isinstance(part, nn.Module) else copy.copy(part)
+
+
+def _class_of(library: str, class_name: str) -> Any:
+    """As diffusers finds it: a pipeline's own parts stand under the pipeline's package. None where there is none."""
+    if library == "transformers":
+        return getattr(transformers, class_name, None)
+    own = getattr(diffusers.pipelines, library, None)
+    return getattr(diffusers, class_name, None) or getattr(own, class_name, None)
 
 
 def config_of(components: Components, name: str) -> Mapping[str, Any]:

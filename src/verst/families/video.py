@@ -1,4 +1,4 @@
-"""What video families have in common: sizes, pixel layout, and schedulers that are not Euler's."""
+"""What video families have in common: pixel layout, and schedulers that are not Euler's."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.types import Geometry
 
 
-def check_video_size(geometry: Geometry, *, multiple: int, frames_every: int) -> None:
-    """Sides in multiples of `multiple` pixels, 1 + a multiple of `frames_every` frames. Raises RequestError."""
-    for side, pixels in (("height", geometry.height), ("width", geometry.width)):
-        if pixels % multiple or pixels <= 0:
-            nearest = max(multiple, round(pixels / multiple) * multiple)
-            raise RequestError(f"{side} = {pixels} is not a multiple of {multiple} pixels; nearest that is: {nearest}")
-    if geometry.num_frames < 1 or (geometry.num_frames - 1) % frames_every:
-        nearest = max(0, round((geometry.num_frames - 1) / frames_every)) * frames_every + 1
-        raise RequestError(
-            f"num_frames = {geometry.num_frames} is not 1 more than a multiple of {frames_every}; nearest: {nearest}"
-        )
+def check_frames(geometry: Geometry, *, factor: int) -> None:
+    """Raises RequestError unless there are 1 + k * `factor` frames."""
+    frames = geometry.num_frames
+    if (frames - 1) % factor:
+        nearest = 1 + max(0, round((frames - 1) / factor)) * factor
+        raise RequestError(f"num_frames = {frames} is not 1 + a multiple of {factor}; nearest that is: {nearest}")
 
 
 def to_clip(media: Tensor, vae: Any) -> Tensor:
     """uint8 [B, F, H, W, 3] -> [B, 3, F, H, W] in [-1, 1], of the autoencoder's device and dtype."""
     return media.permute(0, 4, 1, 2, 3).to(vae.device, vae.dtype) / 127.5 - 1
+
+
+def to_pixels(clip: Tensor) -> Tensor:
+    """The inverse for a decoded clip: [B, 3, F, H, W] -> fp32 [B, F, 3, H, W] in [0, 1]."""
+    return (clip * 0.5 + 0.5).clamp(0, 1).float().transpose(1, 2)
 
 
 def module_dtype(transformer: nn.Module) -> torch.dtype:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from verst.errors import ModelError, RequestError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
+from verst.families.latent_stats import denormalised, normalised
 from verst.families.loading import config_of, load_components
-from verst.families.video import check_video_size, euler_on_flow_sigmas, module_dtype, to_clip
+from verst.families.sizes import check_pixels
+from verst.families.video import check_frames, euler_on_flow_sigmas, module_dtype, to_clip, to_pixels
 from verst.flow.guidance import classifier_free
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.types import Conditioning, Geometry, Latents
@@ -116,7 +118,8 @@ class Wan:
         spatial, temporal = _vae_factors(components)
         patch = config_of(components, "transformer")["patch_size"]
         # 16 is the pipeline's own check.
-        check_video_size(geometry, multiple=max(16, spatial * patch[1]), frames_every=temporal)
+        check_pixels(geometry, multiple=max(16, spatial * patch[1]))
+        check_frames(geometry, factor=temporal)
 
     def latent_shapes(self, components: Components, geometry: Geometry) -> dict[str, tuple[int, ...]]:
         spatial, temporal = _vae_factors(components)
@@ -190,14 +193,12 @@ class Wan:
     @torch.no_grad()
     def encode_media(self, components: Components, media: Tensor) -> Latents:
         vae = components.modules["vae"]
-        return {"visual": _normalised(vae, vae.encode(to_clip(media, vae)).latent_dist.mode())}
+        return {"visual": normalised(vae.encode(to_clip(media, vae)).latent_dist.mode(), vae).float()}
 
     @torch.no_grad()
     def decode_pixels(self, components: Components, latents: Latents) -> Tensor:
         vae = components.modules["vae"]
-        mean, inverse_std = _statistics(vae, latents["visual"].to(vae.dtype))
-        clip = vae.decode(latents["visual"].to(vae.dtype) / inverse_std + mean, return_dict=False)[0]
-        return (clip * 0.5 + 0.5).clamp(0, 1).float().transpose(1, 2)
+        return to_pixels(vae.decode(denormalised(latents["visual"].to(vae.dtype), vae), return_dict=False)[0])
 
     def decode(self, components: Components, latents: Latents) -> Tensor:
         return to_uint8(self.decode_pixels(components, latents))
@@ -243,7 +244,7 @@ class WanImageToVideo(Wan):
         )
         clip = picture.to(components.device, torch.float32).unsqueeze(2)
         clip = torch.cat([clip, clip.new_zeros(1, 3, geometry.num_frames - 1, height, width)], dim=2)
-        latent = _normalised(vae, vae.encode(clip.to(vae.dtype)).latent_dist.mode())
+        latent = normalised(vae.encode(clip.to(vae.dtype)).latent_dist.mode(), vae).float()
         mask = latent.new_zeros(1, temporal, *latent.shape[2:])
         mask[:, :, 0] = 1
         return {"condition": torch.cat([mask, latent], dim=1)}
@@ -259,17 +260,6 @@ def _forward(
         return_dict=False,
     )[0]
     return output.float()
-
-
-def _statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and inverse standard deviation of the latents, [1, C, 1, 1, 1], rounded as in the pipeline."""
-    mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1).to(like)
-    return mean, 1.0 / torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1).to(like)
-
-
-def _normalised(vae: Any, latent: Tensor) -> Tensor:
-    mean, inverse_std = _statistics(vae, latent)
-    return ((latent - mean) * inverse_std).float()
 
 
 def _vae_factors(components: Components) -> tuple[int, int]:
