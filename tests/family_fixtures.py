@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import DiffusionPipeline
+from PIL import Image
 from torch import Tensor
 
 from verst.engine.request import GenerateRequest
 from verst.engine.resolve import resolve
 from verst.engine.wire import encode_response, to_microgroup
 from verst.engine.worker import Worker
-from verst.families.tiny import TINY, build_tiny
+from verst.families.tiny import TINY, Tiny, build_tiny
 from verst.types import Microgroup, SampleKey
 
 
@@ -32,6 +34,22 @@ def tiny_worker(name: str) -> Worker:
     return Worker(tiny_folder(name))
 
 
+@functools.cache
+def tiny_image(index: int, mode: str = "RGB") -> Path:
+    """A picture of 48x32 pixels, another for each index."""
+    noise = np.random.default_rng(index).integers(0, 256, (32, 48, len(mode)), dtype=np.uint8)
+    path = Path(tempfile.mkdtemp(prefix="verst-tiny-")) / f"{index}-{mode}.png"
+    Image.fromarray(noise).save(path)
+    return path
+
+
+def _images_of_call(tiny: Tiny) -> dict[str, Any]:
+    pictures = [Image.open(tiny_image(index)).convert(tiny.image_mode) for index in range(tiny.num_images)]
+    if not pictures:
+        return {}
+    return {"image": pictures if len(pictures) > 1 else pictures[0]}
+
+
 def request_of(name: str, **changes: Any) -> GenerateRequest:
     """The tiny checkpoint's own request, deterministic sampling of its first prompt."""
     tiny = TINY[name]
@@ -39,6 +57,8 @@ def request_of(name: str, **changes: Any) -> GenerateRequest:
     if "prompts" not in changes:
         base["prompt"] = tiny.prompts[0]
     base["seeds"] = (11,)
+    if tiny.num_images:
+        base["image_path"] = [str(tiny_image(index)) for index in range(tiny.num_images)]
     return GenerateRequest(**{**base, **changes})
 
 
@@ -92,6 +112,7 @@ def run_pipeline(name: str, *, prompt: str | None = None, seed: int = 11, output
             generator=torch.Generator().manual_seed(seed),
             output_type=output_type,
             **({"negative_prompt": tiny.negative_prompt} if "guidance_scale" in tiny.call else {}),
+            **_images_of_call(tiny),
             **tiny.call,
         )
     finally:

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from verst.engine.images import load_images
 from verst.engine.request import GenerateRequest
 from verst.engine.resolve import Resolved, resolve
 from verst.engine.wire import encode_response
@@ -141,7 +142,11 @@ class Batcher:
             raise Unavailable("the engine has released its memory; resume it first")
         if self.num_waiting >= self._queue_size:
             raise Unavailable(f"{self._queue_size} requests are waiting already (engine.queue_size)")
-        job = _Job(resolved=resolve(request, components), arrived=time.perf_counter(), done=_new_future())
+        paths = request.merged().image_path
+        images = await asyncio.to_thread(load_images, paths) if paths else None
+        job = _Job(
+            resolved=resolve(request, components, images=images), arrived=time.perf_counter(), done=_new_future()
+        )
         self._put(job)
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -62,6 +62,7 @@ class GenerateRequest(BaseModel):
     rollout_return_step_indices: Steps | None = None
     """Kept latents, ascending; T = the final one; None = all."""
     image_path: list[str] | None = None
+    """Condition images, by their paths on the engine's machine, shared by all samples of the request."""
     suppress_logs: bool = False
     extra_sampling_params: dict[str, Any] | None = None
     """Merged over the other parameters; names as here or as SGLang's."""

@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 import torch
 
+from verst.engine.images import ConditionImages, check_number, load_images
 from verst.engine.request import GenerateRequest
 from verst.errors import PromptError, RequestError
 from verst.families import Components, Geometry
+from verst.families.base import OwnGuidance
 from verst.flow.controller import RolloutOptions, make_transition
 
 
@@ -34,6 +36,7 @@ class Resolved:
     return_steps: tuple[int, ...]
     max_sequence_length: int
     generator_device: Literal["cpu", "cuda"]
+    images: ConditionImages
     truncated_prompts: int
     """Distinct prompts that an encoder crops; 0 unless the request allows it."""
 
@@ -72,6 +75,7 @@ class Resolved:
             self.request.sigma_shift,
             self.request.rollout_storage_dtype,
             self.max_sequence_length,
+            self.images.sizes,
         )
 
     def echo(self) -> dict[str, Any]:
@@ -93,18 +97,21 @@ class Resolved:
             "rollout_sde_step_indices": list(self.sde_steps),
             "rollout_return_step_indices": list(self.return_steps),
             "truncated_prompts": self.truncated_prompts,
+            "images_sha256": self.images.digest or None,
         }
         if not self.request.rollout:
             echo |= {name: None for name in echo if name.startswith("rollout_")}
         return echo
 
 
-def resolve(request: GenerateRequest, components: Components) -> Resolved:
-    """Raises RequestError or PromptError, naming field, value and what would be right."""
+def resolve(request: GenerateRequest, components: Components, *, images: ConditionImages | None = None) -> Resolved:
+    """Raises RequestError or PromptError, naming field, value and what would be right.
+
+    images: those of the request's image_path, where they were read already.
+    """
     request = request.merged()
     family, defaults = components.family, components.family.sampling_defaults(components)
-    if request.image_path:
-        raise RequestError(f"image_path is given, but {family.name} makes media from text alone")
+    check_number(family, len(request.image_path or ()))
     geometry = Geometry(
         height=_given(request.height, defaults.geometry.height),
         width=_given(request.width, defaults.geometry.width),
@@ -117,7 +124,7 @@ def resolve(request: GenerateRequest, components: Components) -> Resolved:
     length = _given(request.max_sequence_length, defaults.max_sequence_length)
     num_steps = _given(request.num_inference_steps, defaults.num_steps)
     guided = guidance > family.unguided_scale
-    if request.guidance_passes == "two" and family.unguided_scale != 1:
+    if request.guidance_passes == "two" and (family.unguided_scale != 1 or isinstance(family, OwnGuidance)):
         raise RequestError(f'guidance_passes = "two": {family.name} guides by a formula of its own, use "one_batch"')
     return Resolved(
         request=request,
@@ -132,6 +139,7 @@ def resolve(request: GenerateRequest, components: Components) -> Resolved:
         return_steps=_return_steps(request, num_steps),
         max_sequence_length=length,
         generator_device="cpu" if request.generator_device == "cpu" or components.device.type == "cpu" else "cuda",
+        images=load_images(request.image_path) if images is None else images,
         truncated_prompts=_truncated(
             components, [*prompts, *([negative] if guided else [])], length, request.long_prompts
         ),

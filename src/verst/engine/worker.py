@@ -24,7 +24,7 @@ from verst.flow.guidance import in_two_passes
 from verst.flow.hooks import Rollout, Stream, prepare_rollout
 from verst.flow.noise import SampleNoise
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
-from verst.types import Conditioning, Latents
+from verst.types import Conditioning, Latents, join_rows
 from verst.weights.lora import LoraSpec, attach_lora
 from verst.weights.manifest import Certificate, Manifest
 from verst.weights.receive import apply_manifest
@@ -89,17 +89,21 @@ class Worker:
         return [self._finish(part, schedulers, final, seconds) for part in batch]
 
     def _encode(self, jobs: Sequence[Resolved]) -> Conditioning:
-        length = jobs[0].max_sequence_length
-        prompts = [prompt for job in jobs for prompt in job.prompts]
-        geometry = jobs[0].geometry
-        positive = self.prompt_cache.rows(self.components, prompts, max_sequence_length=length, geometry=geometry)
+        def side(job: Resolved, prompts: Sequence[str], *, negative: bool) -> dict[str, Tensor]:
+            return self.prompt_cache.rows(
+                self.components,
+                prompts,
+                max_sequence_length=job.max_sequence_length,
+                geometry=job.geometry,
+                negative=negative,
+                images=job.images,
+            )
+
+        positive = join_rows([side(job, job.prompts, negative=False) for job in jobs])
         negative = None
         if jobs[0].guided:
-            negatives = [job.negative_prompt for job in jobs for _ in job.prompts]
-            negative = self.prompt_cache.rows(
-                self.components, negatives, max_sequence_length=length, geometry=geometry, negative=True
-            )
-        return Conditioning(positive=positive, negative=negative, geometry=geometry)
+            negative = join_rows([side(job, (job.negative_prompt,) * len(job.prompts), negative=True) for job in jobs])
+        return Conditioning(positive=positive, negative=negative, geometry=jobs[0].geometry)
 
     def _denoise(
         self, jobs: Sequence[Resolved], conditioning: Conditioning, stopped: Callable[[], bool]

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,10 @@ from verst.types import Conditioning, Geometry, Latents
 
 Part = Literal["transformer", "text", "autoencoder", "scheduler"]
 ALL_PARTS: tuple[Part, ...] = ("transformer", "text", "autoencoder", "scheduler")
+SOME_IMAGES = -1
+"""`Family.num_images`: one or more."""
+ANY_IMAGES = -2
+"""`Family.num_images`: any number, or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +73,7 @@ class Family(Protocol):
     """The largest guidance_scale that is no guidance, so that the negative prompt is never read: 1 as a rule, 0 where
     the formula is c + g (c - u), infinity in a model without an unconditional side."""
     num_images: int
-    """Condition images of a request: 0 none, 1 a first frame or an edit source, -1 one or more."""
+    """Condition images of a request: 0 none, 1 a first frame or an edit source, SOME_IMAGES or ANY_IMAGES."""
 
     def load(self, folder: Path, *, parts: Iterable[Part], dtype: torch.dtype, device: torch.device) -> Components:
         """The named parts of a diffusers folder. Raises ModelError."""
@@ -146,6 +150,31 @@ class Family(Protocol):
 
     def unpack(self, latents: Latents, geometry: Geometry) -> Latents:
         """The inverse of `pack`."""
+
+
+@runtime_checkable
+class SeesImages(Protocol):
+    """A family whose text encoder reads the condition images together with the prompt."""
+
+    def encode_prompts_with_images(
+        self,
+        components: Components,
+        prompts: Sequence[str],
+        images: Sequence[Tensor],
+        *,
+        max_sequence_length: int,
+        geometry: Geometry,
+        negative: bool = False,
+    ) -> dict[str, Tensor]:
+        """As `Family.encode_prompts`, where there are images: uint8 [H, W, 3] each, the same for all prompts."""
+
+
+@runtime_checkable
+class OwnGuidance(Protocol):
+    """A family that guides by another formula than u + g (c - u), so that nobody else can combine its two sides."""
+
+    own_guidance: str
+    """The formula, in words."""
 
 
 def to_uint8(pixels: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ class Tiny:
     negative_prompt: str = "blurry"
     num_images: int = 0
     """Condition images that request and call need."""
+    image_mode: str = "RGB"
+    """The form of picture that the pipeline takes, in pillow's words."""
     euler: bool = True
     """The checkpoint's own scheduler is flow-matching Euler, so that an ODE rollout gives the pipeline's media."""
     batch_bound: float = 1e-6
