@@ -12,6 +12,7 @@ from verst.families.krea2 import Krea2
 from verst.families.qwen_image import QwenImage
 from verst.families.sd3 import Sd3
 from verst.families.wan import Wan
+from verst.families.z_image import ZImage
 from verst.types import Geometry
 
 FAMILIES: dict[str, Family] = {
@@ -19,6 +20,7 @@ FAMILIES: dict[str, Family] = {
     "QwenImagePipeline": QwenImage(),
     "StableDiffusion3Pipeline": Sd3(),
     "WanPipeline": Wan(),
+    "ZImagePipeline": ZImage(),
 }
 """Pipeline class in model_index.json -> family."""
 

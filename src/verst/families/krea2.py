@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from verst.errors import RequestError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
+from verst.families.dynamic_shift import euler_schedule, falling_sigmas, linear_mu
 from verst.families.latent_stats import denormalised, normalised
 from verst.families.loading import config_of, index_of, load_components
 from verst.families.sizes import check_is_image, check_pixels
@@ -99,17 +99,11 @@ class Krea2:
     def schedule(
         self, components: Components, geometry: Geometry, *, num_steps: int, shift: float | None
     ) -> dict[str, FlowMatchEulerDiscreteScheduler]:
-        """The exponential shift grows with the number of image tokens; `shift` replaces it by a constant one."""
         config = dict(components.modules["scheduler"].config)
-        if shift is not None:
-            config |= {"use_dynamic_shifting": False, "shift": shift}
-        scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
-        mu = _DISTILLED_MU
-        if not index_of(components).get("is_distilled", False):
-            _, height, width = self.latent_shapes(components, geometry)["visual"]
-            mu = _shift_of((height // _PATCH) * (width // _PATCH), config)
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
-        return {"visual": scheduler}
+        _, height, width = self.latent_shapes(components, geometry)["visual"]
+        distilled = index_of(components).get("is_distilled", False)
+        mu = _DISTILLED_MU if distilled else linear_mu((height // _PATCH) * (width // _PATCH), config)
+        return {"visual": euler_schedule(config, falling_sigmas(num_steps), mu=mu, shift=shift)}
 
     def velocity(
         self,
@@ -197,14 +191,6 @@ def _position_ids(text_length: int, height: int, width: int, device: torch.devic
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     image = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(-1, 3)
     return torch.cat([image.new_zeros(text_length, 3), image]).float().to(device)
-
-
-def _shift_of(num_tokens: int, config: dict[str, Any]) -> float:
-    """mu, linear in the number of image tokens."""
-    low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 6400)
-    least, most = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
-    slope = (most - least) / (high - low)
-    return num_tokens * slope + (least - slope * low)
 
 
 def _vae_factor(components: Components) -> int:

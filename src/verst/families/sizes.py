@@ -18,12 +18,3 @@ def check_is_image(geometry: Geometry, name: str) -> None:
     """Raises RequestError for more than one frame."""
     if geometry.num_frames != 1:
         raise RequestError(f"num_frames = {geometry.num_frames}: {name} makes images, so it must be 1")
-
-
-def check_frames(geometry: Geometry, *, factor: int, least: int = 1) -> None:
-    """Raises RequestError unless there are 1 + k * `factor` frames, at least `least`."""
-    frames = geometry.num_frames
-    if (frames - 1) % factor or frames < least:
-        first = -(-(least - 1) // factor)
-        nearest = 1 + max(first, round((frames - 1) / factor)) * factor
-        raise RequestError(f"num_frames = {frames} is not 1 + a multiple of {factor}; nearest that is: {nearest}")
