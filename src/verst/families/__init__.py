@@ -9,7 +9,9 @@ from typing import Protocol, runtime_checkable
 from verst.errors import ModelError
 from verst.families.base import ALL_PARTS, Components, Family, Part, SamplingDefaults
 from verst.families.krea2 import Krea2
+from verst.families.ltx2 import Ltx2
 from verst.families.qwen_image import QwenImage
+from verst.families.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from verst.families.sd3 import Sd3
 from verst.families.wan import Wan
 from verst.families.z_image import ZImage
@@ -17,6 +19,9 @@ from verst.types import Geometry
 
 FAMILIES: dict[str, Family] = {
     "Krea2Pipeline": Krea2(),
+    "LTX2Pipeline": Ltx2(),
+    "QwenImageEditPipeline": QwenImageEdit(),
+    "QwenImageEditPlusPipeline": QwenImageEditPlus(),
     "QwenImagePipeline": QwenImage(),
     "StableDiffusion3Pipeline": Sd3(),
     "WanPipeline": Wan(),
