@@ -12,7 +12,7 @@ from diffusers import (
     LTX2Pipeline,
     LTX2VideoTransformer3DModel,
 )
-from diffusers.pipelines.ltx2 import LTX2TextConnectors
+from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder, LTX2VocoderWithBWE
 from torch import nn
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, GemmaTokenizer
@@ -74,7 +74,7 @@ def _gemma(tokenizer: GemmaTokenizer) -> Gemma3ForConditionalGeneration:
             text_config=text, vision_config=vision, mm_tokens_per_image=1, image_token_index=len(tokenizer),
             boi_token_index=len(tokenizer) + 1, eoi_token_index=len(tokenizer) + 2,
         )
-    ).eval()  # fmt: skip
+    )  # fmt: skip
 
 
 def _connectors(*, later: bool) -> LTX2TextConnectors:
@@ -92,7 +92,7 @@ def _connectors(*, later: bool) -> LTX2TextConnectors:
     return LTX2TextConnectors(
         caption_channels=_TEXT_WIDTH, text_proj_in_factor=_TEXT_LAYERS + 1, connector_rope_base_seq_len=64,
         rope_type="split", **options,
-    ).eval()  # fmt: skip
+    )  # fmt: skip
 
 
 def _transformer(*, later: bool) -> LTX2VideoTransformer3DModel:
@@ -116,7 +116,7 @@ def _autoencoder() -> AutoencoderKLLTX2Video:
         upsample_type=("spatiotemporal", "temporal", "spatial"), upsample_residual=(False,) * 3,
         upsample_factor=(1, 1, 1), patch_size=2, spatial_compression_ratio=8, temporal_compression_ratio=4,
         decoder_causal=False,
-    ).eval()  # fmt: skip
+    )  # fmt: skip
 
 
 def _vocoder(*, later: bool) -> LTX2Vocoder | LTX2VocoderWithBWE:
@@ -126,14 +126,14 @@ def _vocoder(*, later: bool) -> LTX2Vocoder | LTX2VocoderWithBWE:
     if not later:
         return LTX2Vocoder(
             **common, upsample_kernel_sizes=[11, 4, 4], upsample_factors=[5, 4, 2], output_sampling_rate=24000
-        ).eval()
+        )
     # 160 samples a mel frame, the hop, so that the second stage's own spectrogram is as long.
     vocoder = LTX2VocoderWithBWE(
         **common, upsample_kernel_sizes=[11, 16, 4, 4], upsample_factors=[5, 8, 2, 2], bwe_in_channels=2 * 16,
         bwe_hidden_channels=16, bwe_upsample_kernel_sizes=[12, 11, 16], bwe_upsample_factors=[6, 5, 8],
         bwe_resnet_kernel_sizes=[3], bwe_resnet_dilations=[[1, 3, 5]], filter_length=64, hop_length=80,
         window_length=64, num_mel_channels=16,
-    ).eval()  # fmt: skip
+    )  # fmt: skip
     for buffer in vocoder.mel_stft.buffers():  # zero as constructed: real ones come with the weights
         nn.init.normal_(buffer, std=0.1)
     return vocoder
