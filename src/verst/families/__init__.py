@@ -12,6 +12,7 @@ from verst.families.krea2 import Krea2
 from verst.families.ltx2 import Ltx2
 from verst.families.qwen_image import QwenImage
 from verst.families.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
+from verst.families.sana import Sana
 from verst.families.sd3 import Sd3
 from verst.families.wan import Wan
 from verst.families.z_image import ZImage
@@ -26,6 +27,7 @@ FAMILIES: dict[str, Family] = {
     "StableDiffusion3Pipeline": Sd3(),
     "WanPipeline": Wan(),
     "ZImagePipeline": ZImage(),
+    "SanaPipeline": Sana(),
 }
 """Pipeline class in model_index.json -> family."""
 

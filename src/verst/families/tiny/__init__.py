@@ -11,10 +11,18 @@ from pathlib import Path
 import torch
 
 from verst.errors import ConfigError
-from verst.families.tiny import krea2, ltx2, qwen_image, sd3, wan, z_image
+from verst.families.tiny import krea2, ltx2, qwen_image, sana, sd3, wan, z_image
 from verst.families.tiny.spec import Build, Tiny
 
-TINY: dict[str, Tiny] = {**z_image.TINY, **krea2.TINY, **ltx2.TINY, **qwen_image.TINY, **sd3.TINY, **wan.TINY}
+TINY: dict[str, Tiny] = {
+    **sana.TINY,
+    **z_image.TINY,
+    **krea2.TINY,
+    **ltx2.TINY,
+    **qwen_image.TINY,
+    **sd3.TINY,
+    **wan.TINY,
+}
 """Name -> its small checkpoint; a new family adds its own here, and every test of the matrix picks it up."""
 
 __all__ = ["TINY", "Tiny", "build_glyphs", "build_tiny"]
