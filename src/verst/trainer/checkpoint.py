@@ -18,8 +18,12 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from verst.errors import CheckpointError
 
@@ -52,7 +56,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool) -
         folder.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp_save(dict(tensors), checkpoint_id=folder / _TENSORS, no_dist=alone)
+            dcp_save(dict(tensors), storage_writer=_Writer(folder / _TENSORS), no_dist=alone)
 
 
 def publish(root: Path, iteration: int, state: Mapping[str, Any], *, keep: int) -> Path:
@@ -67,15 +71,19 @@ def publish(root: Path, iteration: int, state: Mapping[str, Any], *, keep: int) 
         (partial / _MANIFEST).write_text(json.dumps({"iteration": iteration, "files": entries}, indent=1))
         _sync(partial / _MANIFEST)
         if final.exists():
-            shutil.rmtree(final)
+            _remove(final)
         partial.rename(final)
         _sync(root)
     for old in published(root)[:-keep]:
-        # Renamed first: a kill in the middle of the removal must not leave a published half.
-        doomed = old.with_name(f".removed_{old.name}")
-        old.rename(doomed)
-        shutil.rmtree(doomed)
+        _remove(old)
     return final
+
+
+def _remove(folder: Path) -> None:
+    # Renamed first: a kill in the middle of the removal must not leave a published half.
+    doomed = folder.with_name(f".removed_{folder.name}")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def sweep(root: Path) -> None:
@@ -142,15 +150,27 @@ class _explained:
         ) from error
 
 
+class _Writer(FileSystemWriter):
+    """Raises what the operating system said: torch.save hides it behind an error of its own, and ranks tell each other
+    of failures without their causes."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause = _os_error(error)
+            if cause is None:
+                raise
+            raise cause from error
+
+
 def _os_error(error: BaseException | None) -> OSError | None:
-    """The operating system's refusal behind what torch.distributed.checkpoint raised."""
-    if isinstance(error, OSError):
-        return error
+    """The operating system's refusal behind `error`."""
     if isinstance(error, CheckpointException):
-        return next((e for e, _ in error.failures.values() if isinstance(e, OSError)), None) or OSError(str(error))
-    if isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error):
-        return OSError(str(error).splitlines()[0])
-    return None
+        return next((e for e, _ in error.failures.values() if isinstance(e, OSError)), None)
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _local(value: Tensor) -> Tensor:
