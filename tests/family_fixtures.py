@@ -36,8 +36,9 @@ def tiny_worker(name: str) -> Worker:
 
 @functools.cache
 def tiny_image(index: int, mode: str = "RGB") -> Path:
-    """A picture of 48x32 pixels, another for each index."""
-    noise = np.random.default_rng(index).integers(0, 256, (32, 48, len(mode)), dtype=np.uint8)
+    """A picture four times as wide as high, the next four times as high as wide, and so on."""
+    height, width = (64, 16) if index % 2 else (16, 64)
+    noise = np.random.default_rng(index).integers(0, 256, (height, width, len(mode)), dtype=np.uint8)
     path = Path(tempfile.mkdtemp(prefix="verst-tiny-")) / f"{index}-{mode}.png"
     Image.fromarray(noise).save(path)
     return path
@@ -88,8 +89,9 @@ class PipelineRun:
     """The pipeline's output object."""
 
 
-def run_pipeline(name: str, *, prompt: str | None = None, seed: int = 11, output_type: str = "pt") -> PipelineRun:
-    """Plain diffusers on the tiny folder, every scheduler step recorded."""
+@functools.cache
+def run_pipeline(name: str, *, prompt: str | None = None, seed: int = 11) -> PipelineRun:
+    """Plain diffusers on the tiny folder, every scheduler step recorded; media as numpy arrays."""
     tiny = TINY[name]
     pipeline = DiffusionPipeline.from_pretrained(tiny_folder(name), local_files_only=True, **tiny.load_options)
     pipeline.set_progress_bar_config(disable=True)
@@ -110,7 +112,7 @@ def run_pipeline(name: str, *, prompt: str | None = None, seed: int = 11, output
         media = pipeline(
             prompt=prompt or tiny.prompts[0],
             generator=torch.Generator().manual_seed(seed),
-            output_type=output_type,
+            output_type="np",
             **({"negative_prompt": tiny.negative_prompt} if "guidance_scale" in tiny.call else {}),
             **_images_of_call(tiny),
             **tiny.call,

@@ -55,7 +55,7 @@ def test_velocity_is_what_the_pipeline_hands_its_scheduler(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in VARIANTS if TINY[n].euler])
 def test_deterministic_rollout_makes_the_pipelines_media(name: str) -> None:
-    frames = run_pipeline(name, output_type="np").media[0]
+    frames = run_pipeline(name).media[0]
     expected = torch.from_numpy(frames[0]).reshape(-1, *frames[0].shape[-3:])
     got = generate(tiny_worker(name), request_of(name, rollout=False)).samples[0].media
     assert got.shape == expected.shape

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from family_fixtures import request_of, tiny_worker
 from safetensors.torch import load_file
 from torch import Tensor
 
+from verst.engine.resolve import resolve
 from verst.errors import ConfigError
-from verst.families import ALL_PARTS, Geometry, recognise
 from verst.families.tiny import TINY, build_glyphs, build_tiny
-from verst.types import Conditioning
 
 SIZE: dict[str, Any] = {"height": 32, "width": 64, "num_inference_steps": 3, "max_sequence_length": 8}
 
@@ -52,20 +53,14 @@ def test_same_seed_same_weights(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_verst_recognises_them_and_velocity_is_not_zero(name: str, tmp_path: Path) -> None:
-    folder = build_tiny(name, tmp_path)
-    family = recognise(folder)
-    components = family.load(folder, parts=ALL_PARTS, dtype=torch.float32, device=torch.device("cpu"))
-    request = TINY[name].request
-    geometry = Geometry(**{k: request[k] for k in ("height", "width", "num_frames", "fps") if k in request})
-    family.check_geometry(components, geometry)
-    shapes = family.latent_shapes(components, geometry)
+def test_verst_recognises_them_and_velocity_is_not_zero(name: str) -> None:
+    worker = tiny_worker(name)
+    family, components = worker.family, worker.components
+    job = resolve(request_of(name, prompts=("12", "cats"), seeds=(0, 1)), components)
+    shapes = family.latent_shapes(components, job.geometry)
     x = {s: torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)) for s, shape in shapes.items()}
     sigmas = {s: torch.tensor([1.0, 0.5]) for s in shapes}
-    positive = family.encode_prompts(
-        components, ["12", "cats"], max_sequence_length=request["max_sequence_length"], geometry=geometry
-    )
-    conditioning = Conditioning(positive=positive, negative=None, geometry=geometry)
+    conditioning = dataclasses.replace(worker._encode([job]), negative=None)
     with torch.no_grad():
         v = family.velocity(components.transformer, x, sigmas, conditioning, guidance_scale=1.0)
     for stream, value in v.items():

@@ -12,7 +12,7 @@ from verst.engine.images import ConditionImages, check_number, load_images
 from verst.engine.request import GenerateRequest
 from verst.errors import PromptError, RequestError
 from verst.families import Components, Geometry
-from verst.families.base import OwnGuidance
+from verst.families.base import FollowsImages, OwnGuidance
 from verst.flow.controller import RolloutOptions, make_transition
 
 
@@ -90,6 +90,7 @@ class Resolved:
             "height": self.geometry.height,
             "width": self.geometry.width,
             "num_frames": self.geometry.num_frames,
+            "fps": self.geometry.fps,
             "num_inference_steps": self.num_steps,
             "num_outputs_per_prompt": len(self.seeds),
             "guidance_scale": self.guidance_scale,
@@ -112,10 +113,15 @@ def resolve(request: GenerateRequest, components: Components, *, images: Conditi
     request = request.merged()
     family, defaults = components.family, components.family.sampling_defaults(components)
     check_number(family, len(request.image_path or ()))
+    images = load_images(request.image_path) if images is None else images
+    default = defaults.geometry
+    if images.pixels and isinstance(family, FollowsImages):
+        default = family.geometry_of(components, images.pixels)
     geometry = Geometry(
-        height=_given(request.height, defaults.geometry.height),
-        width=_given(request.width, defaults.geometry.width),
-        num_frames=_given(request.num_frames, defaults.geometry.num_frames),
+        height=_given(request.height, default.height),
+        width=_given(request.width, default.width),
+        num_frames=_given(request.num_frames, default.num_frames),
+        fps=_given(request.fps, default.fps),
     )
     family.check_geometry(components, geometry)
     guidance = _given(_given(request.true_cfg_scale, request.guidance_scale), defaults.guidance_scale)
@@ -139,7 +145,7 @@ def resolve(request: GenerateRequest, components: Components, *, images: Conditi
         return_steps=_return_steps(request, num_steps),
         max_sequence_length=length,
         generator_device="cpu" if request.generator_device == "cpu" or components.device.type == "cpu" else "cuda",
-        images=load_images(request.image_path) if images is None else images,
+        images=images,
         truncated_prompts=_truncated(
             components, [*prompts, *([negative] if guided else [])], length, request.long_prompts
         ),

@@ -170,6 +170,14 @@ class SeesImages(Protocol):
 
 
 @runtime_checkable
+class FollowsImages(Protocol):
+    """A family that takes the size of what it makes from the condition images, where a request names none."""
+
+    def geometry_of(self, components: Components, images: Sequence[Tensor]) -> Geometry:
+        """The pipeline's default. images: uint8 [H, W, 3] each."""
+
+
+@runtime_checkable
 class OwnGuidance(Protocol):
     """A family that guides by another formula than u + g (c - u), so that nobody else can combine its two sides."""
 

@@ -56,7 +56,7 @@ def _load(folder: Path, name: str, library: str, class_name: str, dtype: torch.d
         options["dtype" if library == "transformers" else "torch_dtype"] = dtype
     try:
         part = cls.from_pretrained(folder, subfolder=name, local_files_only=True, **options)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise ModelError(f"{folder / name} cannot be loaded as {class_name}: {error}") from error
     return part.to(device).eval().requires_grad_(False) if isinstance(part, nn.Module) else copy.copy(part)
 

@@ -38,8 +38,9 @@ class QwenImage:
         "autoencoder": ("vae",),
         "scheduler": ("scheduler",),
     }
+    own_guidance: str = "u + g (c - u), scaled to the norm of c token by token"
     keeps_norm: bool = True
-    """The guided velocity is scaled to the norm of the conditional one, token by token."""
+    """Whether it is scaled."""
 
     def load(
         self, folder: Path, *, parts: Iterable[Part] = ALL_PARTS, dtype: torch.dtype, device: torch.device
@@ -64,10 +65,9 @@ class QwenImage:
         max_sequence_length: int,
         geometry: Geometry | None = None,
         negative: bool = False,
-        images: Sequence[Tensor] = (),
     ) -> dict[str, Tensor]:
         """`encoder_hidden_states` [B, L, D] and `encoder_attention_mask` [B, L], 0 where a row is padded."""
-        del geometry, negative, images
+        del geometry, negative
         pipeline = self.pipeline(components)
         rows = [
             pipeline.encode_prompt(prompt, device=components.device, max_sequence_length=max_sequence_length)

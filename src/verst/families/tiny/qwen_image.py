@@ -7,10 +7,19 @@ from typing import Any
 from diffusers import (
     AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
+    QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
+)
 
 from verst.families.tiny.qwen_text import qwen_tokenizer
 from verst.families.tiny.spec import Tiny
@@ -21,7 +30,7 @@ TEXT_WIDTH = 32
 
 def tiny_qwen_image() -> QwenImagePipeline:
     """About 0.2 M random parameters; images in multiples of 16 pixels."""
-    empty = QwenImagePipeline(scheduler=None, vae=None, text_encoder=None, tokenizer=None, transformer=None)
+    empty: Any = QwenImagePipeline(scheduler=None, vae=None, text_encoder=None, tokenizer=None, transformer=None)
     tokenizer = qwen_tokenizer(empty.prompt_template_encode, *PROMPTS)
     return QwenImagePipeline(
         scheduler=qwen_scheduler(),
@@ -102,7 +111,7 @@ def qwen25_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
         "window_size": 112,
         "fullatt_block_indexes": [1],
     }
-    ids = tokenizer.convert_tokens_to_ids
+    ids: Any = tokenizer.convert_tokens_to_ids
     config = Qwen2_5_VLConfig(
         text_config=text,
         vision_config=vision,
@@ -115,13 +124,57 @@ def qwen25_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
     return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
+def edit_processor(tokenizer: Qwen2Tokenizer) -> Qwen2VLProcessor:
+    """Every picture becomes four tokens of text."""
+    size = {"shortest_edge": 56 * 56, "longest_edge": 56 * 56}
+    return Qwen2VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size=size, patch_size=14, merge_size=2),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(size=size, patch_size=14, merge_size=2),
+        chat_template=tokenizer.chat_template,
+    )
+
+
+def tiny_qwen_image_edit(pipeline_class: Any, **transformer_options: Any) -> Any:
+    """Images in multiples of 64 pixels: the pipelines scale a source picture to a million pixels, and with a coarse
+    autoencoder that is 256 tokens.
+    """
+    empty = pipeline_class(
+        scheduler=None, vae=None, text_encoder=None, tokenizer=None, processor=None, transformer=None
+    )
+    tokenizer = qwen_tokenizer(empty.prompt_template_encode, "Picture 1: 2: 3:", *PROMPTS)
+    return pipeline_class(
+        scheduler=qwen_scheduler(),
+        vae=qwen_autoencoder(z_dim=4, num_halvings=5, width=2),
+        text_encoder=qwen25_vl(tokenizer),
+        tokenizer=tokenizer,
+        processor=edit_processor(tokenizer),
+        transformer=qwen_transformer(z_dim=4, **transformer_options),
+    )
+
+
 _SIZE: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 4, "max_sequence_length": 64}
 
+_EDIT_SIZE: dict[str, Any] = {"height": 128, "width": 192, "num_inference_steps": 4, "max_sequence_length": 64}
+
+
+def _edit(pipeline_class: Any, *, num_images: int, **transformer_options: Any) -> Tiny:
+    return Tiny(
+        build=lambda: tiny_qwen_image_edit(pipeline_class, **transformer_options),
+        request={**_EDIT_SIZE, "guidance_scale": 4.0},
+        call={**_EDIT_SIZE, "true_cfg_scale": 4.0, "negative_prompt": "blurry"},
+        prompts=PROMPTS,
+        num_images=num_images,
+    )
+
+
 TINY: dict[str, Tiny] = {
+    "qwen-image-edit": _edit(QwenImageEditPipeline, num_images=1),
+    "qwen-image-edit-plus": _edit(QwenImageEditPlusPipeline, num_images=2, zero_cond_t=True),
     "qwen-image": Tiny(
         build=tiny_qwen_image,
         request={**_SIZE, "guidance_scale": 4.0},
         call={**_SIZE, "true_cfg_scale": 4.0, "negative_prompt": "blurry"},
         prompts=PROMPTS,
-    )
+    ),
 }
