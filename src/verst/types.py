@@ -65,6 +65,10 @@ class Sample:
     """uint8 [F, H, W, 3], RGB; F = 1 for an image."""
     fps: float | None
     streams: dict[str, StreamTrajectory]
+    audio: Tensor | None = None
+    """fp32 [channels, n] in [-1, 1]; None from a family without sound."""
+    sample_rate: int | None = None
+    """Audio samples a second."""
 
 
 @dataclass(frozen=True, kw_only=True)

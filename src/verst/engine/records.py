@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,12 +23,28 @@ _DEBUG_NAMES = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """What the autoencoders made of one request's rows."""
+
+    pixels: Tensor
+    """fp32 [B, F, 3, H, W] in [0, 1]."""
+    audio: Tensor | None = None
+    """fp32 [B, channels, n] in [-1, 1]; None from a family without sound."""
+    sample_rate: int | None = None
+    """Audio samples a second."""
+
+    def not_finite(self) -> list[str]:
+        parts = {"decoded pixels": self.pixels, "decoded audio": self.audio}
+        return [name for name, x in parts.items() if x is not None and not x.isfinite().all()]
+
+
 def sample_records(
     job: Resolved,
     *,
     streams: Sequence[str],
     rollout: RolloutResult,
-    pixels: Tensor,
+    decoded: Decoded,
     facts: dict[str, Any],
     timings: dict[str, float],
     request_id: str,
@@ -35,13 +52,14 @@ def sample_records(
 ) -> list[dict[str, Any]]:
     """One record a sample, with all streams: the first in the contract's fields, the others in `extra_streams`.
 
-    pixels: fp32 [B, F, 3, H, W] in [0, 1]; rollout: empty for plain sampling.
+    rollout: empty for plain sampling.
 
     `timings` (seconds) is shared by the records, so that the queue's share can be added later.
     """
     request = job.request
     echo = {**job.echo(), **facts}
     first, *others = streams if rollout.trajectories else streams[:1]
+    pixels, audio = decoded.pixels, decoded.audio
     media = to_uint8(pixels).cpu() if request.media_format == "uint8" else None
     initial_seeds = request.initial_seeds or job.seeds
     records = []
@@ -64,7 +82,9 @@ def sample_records(
                 "initial_seed": initial_seeds[row],
                 "generated_output": _channels_first(pixels[row]) if media is None else None,
                 "media": None if media is None else media[row],
-                "fps": request.fps,
+                "fps": job.geometry.fps,
+                "audio": None if audio is None else audio[row].cpu(),
+                "sample_rate": decoded.sample_rate,
                 "stream": first,
                 "rollout_log_probs": head["log_probs"],
                 "rollout_debug_tensors": head["debug_tensors"],

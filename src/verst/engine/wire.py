@@ -121,6 +121,8 @@ def _sample(record: dict[str, Any], key: SampleKey) -> Sample:
         media=_media(record),
         fps=record["fps"],
         streams=_streams(record),
+        audio=record.get("audio"),
+        sample_rate=record.get("sample_rate"),
     )
 
 

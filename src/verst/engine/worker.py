@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from verst.engine import module_weights
 from verst.engine.prompts import PromptCache
-from verst.engine.records import sample_records
+from verst.engine.records import Decoded, sample_records
 from verst.engine.resolve import Resolved
 from verst.errors import EngineError, InvariantError, RequestError
 from verst.families import ALL_PARTS, recognise
@@ -185,10 +185,10 @@ class Worker:
             for name, samples in rollout.trajectories.items()
             if not all(sample.log_probs.isfinite().all() for sample in samples)
         ]
-        pixels = None if broken else self.family.decode_pixels(self.components, latents)
-        if pixels is None or not pixels.isfinite().all():
+        decoded = None if broken else self._decode(latents)
+        if decoded is None or (broken := decoded.not_finite()):
             return EngineError(
-                f"{', '.join(broken or ['decoded pixels'])} of the samples with seeds {list(part.job.seeds)} are not "
+                f"{', '.join(broken)} of the samples with seeds {list(part.job.seeds)} are not "
                 f"finite (weights of version {self.weight_version}, {self.components.dtype})"
             )
         self.num_samples += len(part.job.seeds)
@@ -207,12 +207,17 @@ class Worker:
             part.job,
             streams=self.family.streams,
             rollout=rollout,
-            pixels=pixels,
+            decoded=decoded,
             facts=facts,
             timings=timings,
             request_id=str(uuid.uuid4()),
             peak_memory_mb=self._peak_memory_mb(),
         )
+
+    def _decode(self, latents: Latents) -> Decoded:
+        pixels = self.family.decode_pixels(self.components, latents)
+        audio, sample_rate = self.family.decode_audio(self.components, latents) or (None, None)
+        return Decoded(pixels=pixels, audio=audio, sample_rate=sample_rate)
 
     def _clock(self) -> float:
         if self.device.type == "cuda":
