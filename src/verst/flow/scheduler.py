@@ -50,7 +50,7 @@ class FlowMatchEulerDiscreteScheduler(_Upstream):
     def step(
         self,
         model_output: Tensor,
-        timestep: Tensor,
+        timestep: Tensor | float | int,
         sample: Tensor,
         *args: Any,
         transition: StepTransition | None = None,
