@@ -8,13 +8,14 @@ from typing import Protocol, runtime_checkable
 
 from verst.errors import ModelError
 from verst.families.base import ALL_PARTS, Components, Family, Part, SamplingDefaults
+from verst.families.cosmos3 import Cosmos3
 from verst.families.krea2 import Krea2
 from verst.families.ltx2 import Ltx2
 from verst.families.qwen_image import QwenImage
 from verst.families.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from verst.families.sana import Sana
 from verst.families.sd3 import Sd3
-from verst.families.wan import Wan
+from verst.families.wan import Wan, WanImageToVideo
 from verst.families.z_image import ZImage
 from verst.types import Geometry
 
@@ -25,9 +26,11 @@ FAMILIES: dict[str, Family] = {
     "QwenImageEditPlusPipeline": QwenImageEditPlus(),
     "QwenImagePipeline": QwenImage(),
     "StableDiffusion3Pipeline": Sd3(),
+    "WanImageToVideoPipeline": WanImageToVideo(),
     "WanPipeline": Wan(),
     "ZImagePipeline": ZImage(),
     "SanaPipeline": Sana(),
+    "Cosmos3OmniPipeline": Cosmos3(),
 }
 """Pipeline class in model_index.json -> family."""
 

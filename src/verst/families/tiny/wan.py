@@ -106,6 +106,9 @@ TINY: dict[str, Tiny] = {
         euler=False,
         batch_bound=_BOUND,
     ),
+    "wan2.2-i2v-a14b": Tiny(
+        build=tiny_wan_i2v, request=_SIZE, call=_SIZE, num_images=1, euler=False, batch_bound=_BOUND
+    ),
     "wan2.2-ti2v-5b": Tiny(build=tiny_wan_5b, request=_SIZE, call=_SIZE, euler=False, batch_bound=_BOUND),
 }
 """Name of a tiny checkpoint -> how it is made and used."""
