@@ -15,7 +15,7 @@ from verst.errors import RequestError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
 from verst.families.loading import config_of, load_components
 from verst.families.sizes import check_is_image, check_pixels
-from verst.families.video import euler_on_flow_sigmas, module_dtype
+from verst.families.video import euler_on_flow_sigmas, module_dtype, whole_timesteps
 from verst.flow.guidance import classifier_free
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.types import Conditioning, Geometry, Latents
@@ -151,9 +151,7 @@ class Sana:
 
     def _timestep(self, sigma: Tensor) -> Tensor:
         """[B] int64, or fp32 with a scheduler that keeps fractions."""
-        if self.whole_timesteps:
-            return (sigma.double() * 1000).floor().long()
-        return sigma.float() * 1000
+        return whole_timesteps(sigma) if self.whole_timesteps else sigma.float() * 1000
 
     @torch.no_grad()
     def encode_media(self, components: Components, media: Tensor) -> Latents:
