@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,7 @@ def run_pipeline(name: str, *, prompt: str | None = None, seed: int = 11) -> Pip
     tiny = TINY[name]
     pipeline = DiffusionPipeline.from_pretrained(tiny_folder(name), local_files_only=True, **tiny.load_options)
     pipeline.set_progress_bar_config(disable=True)
+    takes_negative = "negative_prompt" in inspect.signature(type(pipeline).__call__).parameters
     steps: dict[int, list[PipelineStep]] = {}
     scheduler_class = type(pipeline.scheduler)
     original = scheduler_class.step
@@ -113,7 +115,7 @@ def run_pipeline(name: str, *, prompt: str | None = None, seed: int = 11) -> Pip
             prompt=prompt or tiny.prompts[0],
             generator=torch.Generator().manual_seed(seed),
             output_type="np",
-            **({"negative_prompt": tiny.negative_prompt} if "guidance_scale" in tiny.call else {}),
+            **({"negative_prompt": tiny.negative_prompt} if takes_negative else {}),
             **_images_of_call(tiny),
             **tiny.call,
         )

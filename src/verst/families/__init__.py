@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 from verst.errors import ModelError
 from verst.families.base import ALL_PARTS, Components, Family, Part, SamplingDefaults
 from verst.families.cosmos3 import Cosmos3
+from verst.families.flux1 import Flux1
 from verst.families.krea2 import Krea2
 from verst.families.ltx2 import Ltx2
 from verst.families.qwen_image import QwenImage
@@ -20,6 +21,7 @@ from verst.families.z_image import ZImage
 from verst.types import Geometry
 
 FAMILIES: dict[str, Family] = {
+    "FluxPipeline": Flux1(),
     "Krea2Pipeline": Krea2(),
     "LTX2Pipeline": Ltx2(),
     "QwenImageEditPipeline": QwenImageEdit(),

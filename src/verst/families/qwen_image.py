@@ -14,6 +14,7 @@ from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, t
 from verst.families.dynamic_shift import euler_schedule, falling_sigmas, linear_mu
 from verst.families.latent_stats import denormalised, normalised
 from verst.families.loading import config_of, load_components
+from verst.families.patches import pack_frames, token_grid, unpack_frames
 from verst.families.sizes import check_is_image, check_pixels
 from verst.flow.guidance import classifier_free
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
@@ -134,7 +135,8 @@ class QwenImage:
         v = forward(conditioning.positive)
         if guidance_scale > self.unguided_scale and conditioning.negative is not None:
             v = self._guided(v, forward(conditioning.negative), guidance_scale)
-        return {"visual": unpack_frames(v, self._frames(x)).reshape(x.shape)}
+        num_frames, _, height, width = self._frames(x).shape[1:]
+        return {"visual": unpack_frames(v, num_frames, height, width).reshape(x.shape)}
 
     def _guided(self, positive: Tensor, negative: Tensor, scale: float) -> Tensor:
         """[B, S, C] each."""
@@ -179,11 +181,10 @@ class QwenImage:
         return {"visual": pack_frames(self._frames(latents["visual"]))}
 
     def unpack(self, latents: Latents, geometry: Geometry) -> Latents:
-        """[B, S, 4 C] -> [B, C, H, W], whose height to width ratio is the geometry's."""
+        """[B, S, 4 C] -> [B, C, H, W]."""
         tokens = latents["visual"]
         height, width = token_grid(tokens.shape[1], geometry)
-        frames = tokens.new_empty((len(tokens), 1, tokens.shape[2] // 4, 2 * height, 2 * width))
-        return {"visual": unpack_frames(tokens, frames)[:, 0]}
+        return {"visual": unpack_frames(tokens, 1, 2 * height, 2 * width)[:, 0]}
 
     def pipeline(self, components: Components) -> Any:
         """diffusers' own pipeline around the text encoder, for its exact prompt encoding."""
@@ -225,26 +226,6 @@ def condition_images(side: dict[str, Tensor]) -> list[Tensor]:
 def frame_shapes(frames: Tensor) -> list[tuple[int, int, int]]:
     """(1, height, width) in tokens for each of the frames [B, T, C, H, W]."""
     return [(1, frames.shape[3] // 2, frames.shape[4] // 2)] * frames.shape[1]
-
-
-def pack_frames(frames: Tensor) -> Tensor:
-    """[B, T, C, H, W] -> [B, T (H/2) (W/2), 4 C]: patches of 2x2 as tokens."""
-    b, t, c, h, w = frames.shape
-    patches = frames.reshape(b, t, c, h // 2, 2, w // 2, 2).permute(0, 1, 3, 5, 2, 4, 6)
-    return patches.reshape(b, t * (h // 2) * (w // 2), 4 * c)
-
-
-def unpack_frames(tokens: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `pack_frames`, to the shape of `like`."""
-    b, t, c, h, w = like.shape
-    patches = tokens.reshape(b, t, h // 2, w // 2, c, 2, 2).permute(0, 1, 4, 2, 5, 3, 6)
-    return patches.reshape(b, t, c, h, w)
-
-
-def token_grid(num_tokens: int, geometry: Geometry) -> tuple[int, int]:
-    """(height, width) in tokens of a picture of the geometry's proportions."""
-    side = round((geometry.height * geometry.width / num_tokens) ** 0.5)
-    return geometry.height // side, geometry.width // side
 
 
 def vae_factor(components: Components) -> int:

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from verst.errors import ConfigError
-from verst.families.tiny import cosmos3, krea2, ltx2, qwen_image, sana, sd3, wan, z_image
+from verst.families.tiny import cosmos3, flux1, krea2, ltx2, qwen_image, sana, sd3, wan, z_image
 from verst.families.tiny.spec import Build, Tiny
 
 TINY: dict[str, Tiny] = {
+    **flux1.TINY,
     **cosmos3.TINY,
     **sana.TINY,
     **z_image.TINY,

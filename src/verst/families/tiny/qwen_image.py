@@ -162,7 +162,7 @@ def _edit(pipeline_class: Any, *, num_images: int, **transformer_options: Any) -
     return Tiny(
         build=lambda: tiny_qwen_image_edit(pipeline_class, **transformer_options),
         request={**_EDIT_SIZE, "guidance_scale": 4.0},
-        call={**_EDIT_SIZE, "true_cfg_scale": 4.0, "negative_prompt": "blurry"},
+        call={**_EDIT_SIZE, "true_cfg_scale": 4.0},
         prompts=PROMPTS,
         num_images=num_images,
     )
@@ -174,7 +174,7 @@ TINY: dict[str, Tiny] = {
     "qwen-image": Tiny(
         build=tiny_qwen_image,
         request={**_SIZE, "guidance_scale": 4.0},
-        call={**_SIZE, "true_cfg_scale": 4.0, "negative_prompt": "blurry"},
+        call={**_SIZE, "true_cfg_scale": 4.0},
         prompts=PROMPTS,
     ),
 }
