@@ -143,11 +143,11 @@ class Worker:
         return forward(conditioning, job.guidance_scale)
 
     def _check_streams(self, schedulers: Schedulers, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        for what, found in (("grids", schedulers), ("latent shapes", shapes)):
-            if tuple(found) != self.family.streams:
-                raise InvariantError(
-                    f"{self.family.name} declares the streams {list(self.family.streams)} and has {what} of {list(found)}"
-                )
+        if tuple(schedulers) != tuple(shapes) or not set(shapes) <= set(self.family.streams):
+            raise InvariantError(
+                f"{self.family.name} declares the streams {list(self.family.streams)} and has grids of "
+                f"{list(schedulers)}, latent shapes of {list(shapes)}"
+            )
 
     def _rows(
         self, jobs: Sequence[Resolved], schedulers: Schedulers, shapes: Mapping[str, tuple[int, ...]]
@@ -193,19 +193,20 @@ class Worker:
             )
         self.num_samples += len(part.job.seeds)
         timings = {**seconds, "decode": self._clock() - start}
-        scheduler = schedulers[self.family.streams[0]]
+        first, *others = streams = tuple(latents)
+        scheduler = schedulers[first]
         facts = {
             "sigmas": scheduler.sigmas.tolist(),
-            "extra_stream_sigmas": {name: schedulers[name].sigmas.tolist() for name in self.family.streams[1:]},
+            "extra_stream_sigmas": {name: schedulers[name].sigmas.tolist() for name in others},
             "sigma_shift": scheduler.shift,
             "model_dtype": str(self.components.dtype).removeprefix("torch."),
             "device": self.device.type,
-            "batch_rows": len(final[self.family.streams[0]]),
+            "batch_rows": len(final[first]),
             "weight_version": self.weight_version,
         }
         return sample_records(
             part.job,
-            streams=self.family.streams,
+            streams=streams,
             rollout=rollout,
             decoded=decoded,
             facts=facts,

@@ -60,7 +60,7 @@ class Family(Protocol):
 
     name: str
     streams: tuple[str, ...]
-    """Latent streams that are denoised together."""
+    """Latent streams that are denoised together; a geometry may leave out all but the first, as an image has no sound."""
     lora_targets: tuple[str, ...]
     """Default module name suffixes of a LoRA."""
     fsdp_blocks: tuple[str, ...]
