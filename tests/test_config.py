@@ -13,7 +13,7 @@ from verst.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
-GRPO = ROOT / "recipes" / "glyphs_grpo.toml"
+GRPO = ROOT / "tests" / "data" / "grpo.toml"
 SFT = ROOT / "recipes" / "glyphs_sft.toml"
 
 

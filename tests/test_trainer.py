@@ -44,9 +44,9 @@ def test_ratio_is_exactly_one_in_the_engines_geometry(
     assert all(block.latents["visual"].dtype == getattr(torch, storage) for block in shares[0][0])
     with one_rank(recipe) as trainer:
         metrics = trainer.update(shares[0])
-    assert metrics.ratio_max_deviation == 0.0
-    assert metrics.log_prob_max_difference == 0.0
-    assert metrics.clip_fraction == 0.0
+    assert metrics.policy["ratio_max_deviation"] == 0.0
+    assert metrics.policy["log_prob_max_difference"] == 0.0
+    assert metrics.policy["clip_fraction"] == 0.0
     assert metrics.grad_norm > 1e-3
 
 
@@ -55,8 +55,8 @@ def test_ratio_is_exactly_one_in_half_precision(tmp_path: Path, dtype: str) -> N
     recipe = recipe_with(tmp_path, f"model.dtype={dtype}", f"sampling.storage_dtype={dtype}", LORA)
     with one_rank(recipe) as trainer:
         metrics = trainer.update(shares_of(recipe)[0])
-    assert metrics.ratio_max_deviation == 0.0
-    assert metrics.log_prob_max_difference == 0.0
+    assert metrics.policy["ratio_max_deviation"] == 0.0
+    assert metrics.policy["log_prob_max_difference"] == 0.0
     assert metrics.grad_norm > 1e-4
 
 
@@ -67,8 +67,8 @@ def test_ratio_is_one_to_rounding_in_another_geometry(tmp_path: Path, tile: int,
     assert recipe.rollout.microgroup_size == 2
     with one_rank(recipe) as trainer:
         metrics = trainer.update(shares_of(recipe)[0])
-    assert metrics.ratio_max_deviation <= 1e-6
-    assert metrics.log_prob_max_difference <= 1e-6
+    assert metrics.policy["ratio_max_deviation"] <= 1e-6
+    assert metrics.policy["log_prob_max_difference"] <= 1e-6
 
 
 @pytest.mark.parametrize("finetune", ['model.finetune={type="full"}', LORA])
@@ -85,7 +85,7 @@ def test_ratio_stays_one_through_updates_and_syncs(tmp_path: Path, finetune: str
             assert {s.weight_version for group in groups for s in group.samples} == {version}
             before = trainer.weights()
             metrics = trainer.update(make_batch(recipe, groups).shares[0])
-            assert (metrics.ratio_max_deviation, metrics.log_prob_max_difference) == (0.0, 0.0)
+            assert (metrics.policy["ratio_max_deviation"], metrics.policy["log_prob_max_difference"]) == (0.0, 0.0)
             assert largest_difference(before, trainer.weights()) > 1e-4
 
 
@@ -155,7 +155,7 @@ def test_masked_samples_give_no_gradient(tmp_path: Path) -> None:
     for grads, again in others:
         assert largest_difference(first, grads) == 0.0
         assert again.loss == metrics.loss
-        assert again.ratio_max_deviation == 0.0
+        assert again.policy["ratio_max_deviation"] == 0.0
 
 
 def test_mean_is_over_the_pairs_that_count(tmp_path: Path) -> None:
@@ -207,11 +207,11 @@ def test_kl_alone_has_the_gradient_of_finite_differences(tmp_path: Path, kind: s
     shares = without_advantages(shares_of(recipe)[0])
     with one_rank(recipe) as trainer:
         # On the reference itself the KL is 0, and so is its gradient.
-        assert trainer.update(shares).kl == pytest.approx(0.0, abs=1e-10)
+        assert trainer.update(shares).policy["kl"] == pytest.approx(0.0, abs=1e-10)
         move(trainer, random_direction(trainer), 0.3 if LORA in REFERENCES[kind] else 0.02)
         metrics = trainer.update(shares)
         grads = gradients(trainer)
-        assert metrics.loss == pytest.approx(0.5 * metrics.kl, rel=1e-5)
+        assert metrics.loss == pytest.approx(0.5 * metrics.policy["kl"], rel=1e-5)
         assert metrics.grad_norm > 1e-4
         direction = {name: grad / metrics.grad_norm for name, grad in grads.items()}
 
@@ -236,7 +236,7 @@ def test_kl_is_to_the_reference_weights_and_no_others(tmp_path: Path, kind: str,
         direction = random_direction(trainer)
         move(trainer, direction, 0.02)
         before = trainer.weights()
-        got = trainer.update(shares).kl
+        got = trainer.update(shares).policy["kl"]
         assert largest_difference(before, trainer.weights()) == 0.0
     policy = copy.deepcopy(reference)
     values = []
@@ -290,8 +290,8 @@ def test_several_optimizer_steps_on_one_rollout(tmp_path: Path) -> None:
     with one_rank(recipe) as trainer:
         first, second = trainer.update(share[:1]), trainer.update(share[1:])
         assert largest_difference(together, trainer.weights()) == 0.0
-    assert metrics.ratio_max_deviation == first.ratio_max_deviation == 0.0
-    assert second.ratio_max_deviation > 0.0  # the old log-probs are those of the rollout
+    assert metrics.policy["ratio_max_deviation"] == first.policy["ratio_max_deviation"] == 0.0
+    assert second.policy["ratio_max_deviation"] > 0.0  # the old log-probs are those of the rollout
     assert metrics.loss == pytest.approx((first.loss + second.loss) / 2)
     assert metrics.grad_norm == max(first.grad_norm, second.grad_norm)
 

@@ -19,7 +19,7 @@ class RlRecipe(s.Section):
     prompts: s.PromptsConfig
     rollout: s.RolloutConfig
     rewards: Annotated[tuple[s.RewardConfig, ...], Field(min_length=1)]
-    algorithm: s.FlowGrpoConfig
+    algorithm: s.AlgorithmConfig
     trainer: s.TrainerConfig
     engine: s.EngineConfig = s.NativeEngine()
     sync: s.SyncConfig = s.SyncConfig()
@@ -70,6 +70,15 @@ class RlRecipe(s.Section):
                 )
         if isinstance(self.algorithm, s.FlowGrpoConfig):
             self._check_noise()
+            return
+        if not isinstance(steps, s.NoSteps):
+            raise ConfigError(
+                f"sampling.steps.type = {steps.type}: NFT trains on clean samples of a deterministic sampler; use none"
+            )
+        if self.sampling.guidance_scale > 1:
+            raise ConfigError(
+                f"sampling.guidance_scale = {self.sampling.guidance_scale:g}: NFT samples and trains without guidance; use 1"
+            )
 
     def _check_noise(self) -> None:
         """Every trained step needs noise: without it there is no log-prob and so no ratio."""

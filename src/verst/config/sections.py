@@ -227,6 +227,31 @@ class FlowGrpoConfig(Section):
     advantage: AdvantageConfig = AdvantageConfig()
 
 
+class NftConfig(Section):
+    type: Literal["nft"] = "nft"
+    beta: PositiveFloat = 1.0
+    """How far the implicit positive and negative policies stand from the old one (published: 1; 0.1 for OCR)."""
+    advantage_clip: PositiveFloat = 5.0
+    """An advantage of +-this is certainly good or bad."""
+    timestep_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.99
+    """Share of the rollout's noise levels that each sample is trained at."""
+    old_flat: NonNegativeInt = 0
+    """Rollouts in which the old policy is the live one."""
+    old_ramp: NonNegativeFloat = 0.001
+    """Growth of the old policy's decay a rollout after that."""
+    old_decay: UnitFloat = 0.5
+    """Largest decay of the old policy."""
+    kl_beta: NonNegativeFloat = 0.0
+    """Weight of the squared velocity difference to the reference; 0 = no reference is held."""
+    reference: Annotated[AdapterOffReference | FrozenReference | EmaReference, Field(discriminator="type")] = (
+        AdapterOffReference()
+    )
+    advantage: AdvantageConfig = AdvantageConfig()
+
+
+AlgorithmConfig = Annotated[FlowGrpoConfig | NftConfig, Field(discriminator="type")]
+
+
 class SftConfig(Section):
     type: Literal["sft"] = "sft"
     batch_size: PositiveInt

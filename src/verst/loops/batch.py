@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from verst.algorithms.advantages import Advantages, advantages
 from verst.config.recipe import RlRecipe, reward_name
+from verst.config.sections import FlowGrpoConfig, NftConfig, Section
 from verst.rollout.filters import FilterResult, filter_groups
-from verst.trainer.pairs import PairBlock, pair_block
-from verst.types import Group
+from verst.trainer.pairs import PairBlock, noised_block, pair_block
+from verst.types import Group, Microgroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +65,29 @@ def _blocks(recipe: RlRecipe, group: Group, result: Advantages, index: int) -> l
         values, mask = result.values[index][rows], result.mask[index][rows]
         done = rows.stop
         if any(mask) and (any(values) or recipe.algorithm.kl_beta > 0):
-            blocks.append(pair_block(microgroup, advantages=values, mask=mask))
+            blocks.append(PAIRS[type(recipe.algorithm)](recipe, microgroup, values, mask))
     return blocks
+
+
+def _recorded_steps(
+    recipe: RlRecipe, microgroup: Microgroup, values: Sequence[float], mask: Sequence[bool]
+) -> PairBlock:
+    return pair_block(microgroup, advantages=values, mask=mask)
+
+
+def _noised_samples(
+    recipe: RlRecipe, microgroup: Microgroup, values: Sequence[float], mask: Sequence[bool]
+) -> PairBlock:
+    assert isinstance(recipe.algorithm, NftConfig)
+    fraction = recipe.algorithm.timestep_fraction
+    return noised_block(microgroup, advantages=values, mask=mask, fraction=fraction, seed=recipe.run.seed)
+
+
+PAIRS: dict[type[Section], Callable[[RlRecipe, Microgroup, Sequence[float], Sequence[bool]], PairBlock]] = {
+    FlowGrpoConfig: _recorded_steps,
+    NftConfig: _noised_samples,
+}
+"""Algorithm section -> how the pairs of one scored microgroup are made."""
 
 
 def _split(items: Sequence[int], parts: int) -> list[Sequence[int]]:

@@ -222,10 +222,7 @@ def update_metrics(update: UpdateMetrics | None, batch: Batch, recipe: RlRecipe)
         "train/grad_norm": update.grad_norm,
         "train/lr": update.lr,
         "train/pairs": float(batch.num_pairs),
-        "policy/ratio_max_deviation": update.ratio_max_deviation,
-        "policy/log_prob_max_difference": update.log_prob_max_difference,
-        "policy/clip_fraction": update.clip_fraction,
-        "policy/kl": update.kl,
+        **{f"policy/{name}": value for name, value in update.policy.items()},
     }
 
 

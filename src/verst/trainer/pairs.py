@@ -6,12 +6,15 @@ the engine's own batch geometry, and then the ratio before an update is exactly 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from verst.flow import transitions
+from verst.flow.noise import derive_seed
 from verst.types import Conditioning, Latents, Microgroup, join_conditioning
 
 
@@ -24,9 +27,9 @@ class PairBlock:
     next_latents: Latents
     """stream -> [S, m, ...], as stored: what the step led to."""
     sigmas: dict[str, Tensor]
-    """stream -> [S] fp32."""
+    """stream -> fp32, [S] where all samples share their steps, else [S, m]."""
     next_sigmas: dict[str, Tensor]
-    """stream -> [S] fp32."""
+    """stream -> fp32, like sigmas."""
     first_sigmas: dict[str, Tensor]
     """stream -> scalar fp32, sigma_1 of the grid."""
     old_log_probs: dict[str, Tensor]
@@ -81,6 +84,46 @@ def pair_block(microgroup: Microgroup, *, advantages: Sequence[float], mask: Seq
     )
 
 
+def noised_block(
+    microgroup: Microgroup, *, advantages: Sequence[float], mask: Sequence[bool], fraction: float, seed: int
+) -> PairBlock:
+    """Pairs of clean samples and noise levels, for objectives that need no recorded steps (NFT).
+
+    Each sample draws `fraction` of the rollout's grid (at least one level), and noise, from its key alone. `latents`
+    are x_t = (1 - t) x0 + t eps and `next_latents` the clean x0; streams share their step, each with its own sigma.
+    """
+    samples = microgroup.samples
+    num_steps = len(next(iter(samples[0].streams.values())).sigmas) - 1
+    size = max(1, int(num_steps * fraction))
+    latents: dict[str, list[Tensor]] = {name: [] for name in samples[0].streams}
+    clean: dict[str, list[Tensor]] = {name: [] for name in samples[0].streams}
+    sigmas: dict[str, list[Tensor]] = {name: [] for name in samples[0].streams}
+    for sample in samples:
+        own = derive_seed(seed, "levels", sample.key.rollout, sample.key.group, sample.key.index)
+        steps = random.Random(own).sample(range(num_steps), size)
+        generator = torch.Generator().manual_seed(own)
+        for name, trajectory in sample.streams.items():
+            x0 = trajectory.latent_at(num_steps).float()
+            t = trajectory.sigmas[steps]
+            eps = torch.randn((size, *x0.shape), generator=generator)
+            rows = transitions.per_row(t, eps)
+            latents[name].append((1 - rows) * x0 + rows * eps)
+            clean[name].append(x0.expand(size, *x0.shape))
+            sigmas[name].append(t)
+    levels = {name: torch.stack(parts, dim=1) for name, parts in sigmas.items()}
+    return PairBlock(
+        latents={name: torch.stack(parts, dim=1) for name, parts in latents.items()},
+        next_latents={name: torch.stack(parts, dim=1) for name, parts in clean.items()},
+        sigmas=levels,
+        next_sigmas={name: torch.zeros_like(level) for name, level in levels.items()},
+        first_sigmas={name: t.sigmas[1] for name, t in samples[0].streams.items()},
+        old_log_probs={name: torch.zeros_like(level) for name, level in levels.items()},
+        advantages=torch.tensor(advantages, dtype=torch.float32),
+        mask=torch.tensor(mask, dtype=torch.bool),
+        conditioning=microgroup.conditioning,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tile:
     """B pairs that go through one forward."""
@@ -124,7 +167,8 @@ def _tile(rows: Sequence[tuple[PairBlock, int]], piece: slice, device: torch.dev
         return torch.cat(list(parts)).to(device)
 
     def spread(name: str, field: str) -> Tensor:
-        return join([getattr(b, field)[name][s].expand(n) for (b, s), n in zip(rows, sizes, strict=True)])
+        values = [(getattr(b, field)[name][s], n) for (b, s), n in zip(rows, sizes, strict=True)]
+        return join([value[piece] if value.ndim else value.expand(n) for value, n in values])
 
     conditioning = join_conditioning([block.conditioning.rows(piece) for block, _ in rows])
     return Tile(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,18 +12,16 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from verst.algorithms.flow_grpo import policy_loss
 from verst.config import sections as s
 from verst.config.recipe import RlRecipe
 from verst.families import recognise
-from verst.flow import transitions
-from verst.flow.controller import make_transition
 from verst.flow.noise import derive_seed
 from verst.trainer import checkpoint
-from verst.trainer.core import TileLoss, Trainer
-from verst.trainer.pairs import PairBlock, Tile, tiles_of
+from verst.trainer.core import Trainer
+from verst.trainer.objectives import OBJECTIVES, Policies
+from verst.trainer.pairs import PairBlock, tiles_of
 from verst.trainer.parallel import join_mesh, leave_mesh, shard
-from verst.trainer.policies import ReferencePolicy, frozen_copy, joint_log_prob, step_distribution
+from verst.trainer.policies import ReferencePolicy, frozen_copy
 from verst.weights.lora import LoraSpec, attach_lora
 from verst.weights.manifest import Manifest
 from verst.weights.send import Publication, trained_tensors
@@ -41,12 +38,8 @@ class UpdateMetrics:
     grad_norm: float
     """Largest of the steps."""
     lr: float
-    ratio_max_deviation: float
-    """Largest |ratio - 1| BEFORE the first update of this rollout: 0 when engine and trainer agree exactly."""
-    log_prob_max_difference: float
-    """Largest |log p_trainer - log p_engine| before the first update."""
-    clip_fraction: float
-    kl: float
+    policy: Mapping[str, float]
+    """What the objective says of it; metric names without the prefix `policy/`."""
 
 
 class RlTrainer:
@@ -60,7 +53,6 @@ class RlTrainer:
             torch.set_num_threads(recipe.run.threads)
         self._mesh = join_mesh(rank=rank, world_size=world_size, store=store, device=device)
         self._family = recognise(recipe.model.path)
-        self._transition = make_transition(recipe.sampling.transition.type, recipe.sampling.transition.eta)
         self._lora = lora_spec(recipe, self._family.lora_targets)
         self._build(recipe, self._mesh)
         self._publication: Publication | None = None
@@ -86,11 +78,15 @@ class RlTrainer:
         shard(self.transformer, blocks=self._family.fsdp_blocks, mesh=mesh, compute_dtype=self._dtype)
         total = recipe.run.iterations * recipe.trainer.steps_per_rollout
         self.core = Trainer({"transformer": self.transformer}, recipe.trainer, total_steps=total, mesh=mesh)
-        self._reference = None
+        reference = None
         if config.kl_beta > 0:
-            self._reference = ReferencePolicy(
+            reference = ReferencePolicy(
                 config.reference, self.transformer, named=self.core.named, ema=self.core.ema, frozen=frozen
             )
+        policies = Policies(
+            family=self._family, live=self.transformer, core=self.core, reference=reference, dtype=self._dtype
+        )
+        self._objective = OBJECTIVES[type(config)](recipe, policies)
 
     def update(self, steps: Sequence[Sequence[PairBlock]]) -> UpdateMetrics:
         """One optimizer step for each entry of `steps`: this rank's share of the pairs of that step.
@@ -106,81 +102,25 @@ class RlTrainer:
                 empty = tiles_of([blocks[0].masked()], tile_size=self._recipe.trainer.tile_size, device=self._device)
                 tiles += [empty[0]] * padding
             num_pairs = int(counts[:, 1].sum())
-            results.append((self.core.step([self._closure(tile, num_pairs) for tile in tiles]), num_pairs))
-        first, pairs = results[0][0], sum(n for _, n in results)
+            results.append((self.core.step(self._objective.closures(tiles, num_pairs)), num_pairs))
+        self._objective.after_rollout()
         return UpdateMetrics(
             num_steps=len(results),
             loss=sum(m.loss for m, _ in results) / len(results),
             grad_norm=max(m.grad_norm for m, _ in results),
             lr=results[-1][0].lr,
-            ratio_max_deviation=first.maxima["ratio_deviation"],
-            log_prob_max_difference=first.maxima["log_prob_difference"],
-            clip_fraction=sum(m.sums["clipped"] for m, _ in results) / pairs,
-            kl=sum(m.sums["kl"] for m, _ in results) / pairs,
-        )
-
-    def _closure(self, tile: Tile, num_pairs: int) -> Any:
-        return lambda: self._tile_loss(tile, num_pairs)
-
-    def _tile_loss(self, tile: Tile, num_pairs: int) -> TileLoss:
-        config = self._recipe.algorithm
-        steps = self._distribution(self.transformer, tile)
-        log_probs = joint_log_prob(steps, tile)
-        per_pair = torch.zeros_like(tile.weight)
-        clipped, deviation, difference = per_pair.clone(), per_pair.clone(), per_pair.clone()
-        kl = self._kl(steps, tile) if self._reference is not None else per_pair.clone()
-        for name, log_prob in log_probs.items():
-            out = policy_loss(
-                log_prob,
-                tile.old_log_probs[name],
-                tile.advantages,
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-            )
-            per_pair = per_pair + out.loss
-            clipped = torch.maximum(clipped, out.clipped)
-            deviation = torch.maximum(deviation, (out.ratio.detach() - 1).abs())
-            difference = torch.maximum(difference, (log_prob.detach() - tile.old_log_probs[name]).abs())
-        loss = ((per_pair + config.kl_beta * kl) * tile.weight).sum() / num_pairs
-        return TileLoss(
-            loss=loss,
-            sums={"clipped": (clipped * tile.weight).sum(), "kl": (kl.detach() * tile.weight).sum()},
-            maxima={
-                "ratio_deviation": (deviation * tile.weight).max(),
-                "log_prob_difference": (difference * tile.weight).max(),
-            },
-        )
-
-    def _kl(self, steps: dict[str, transitions.StepDistribution], tile: Tile) -> Tensor:
-        """[B] KL to the reference with the transition's own std, summed over streams; gradients in the policy only."""
-        assert self._reference is not None
-        with torch.no_grad(), self._reference.active() as module:
-            reference = self._distribution(module, tile)
-        total = torch.zeros_like(tile.weight)
-        for name, step in steps.items():
-            std = step.std
-            if self._recipe.algorithm.kl_form == "no_dt":
-                dt = tile.next_sigmas[name] - tile.sigmas[name]
-                std = std / transitions.per_row(torch.sqrt(-dt), step.mean)
-            total = total + transitions.gaussian_kl(step.mean, reference[name].mean, std)
-        return total
-
-    def _distribution(self, module: torch.nn.Module, tile: Tile) -> dict[str, transitions.StepDistribution]:
-        return step_distribution(
-            module,
-            tile,
-            family=self._family,
-            transition=self._transition,
-            guidance_scale=self._recipe.sampling.guidance_scale,
-            dtype=self._dtype,
+            policy=self._objective.summary(results),
         )
 
     def publish(self, version: int, *, ema: bool = False) -> Manifest | None:
-        """The trained weights in shared memory, until `unpublish`; the manifest on rank 0."""
-        named = {name.removeprefix("transformer."): p for name, p in self.core.named.items()}
+        """The weights to sample with in shared memory, until `unpublish`; the manifest on rank 0.
+
+        They are the live ones, the objective's own (NFT samples with its old policy), or the moving average.
+        """
         if ema:
             assert self.core.ema is not None
-            named = {name.removeprefix("transformer."): v for name, v in self.core.ema.shadow.items()}  # type: ignore[misc]
+        source = self.core.ema.shadow if ema and self.core.ema else self._objective.sampler() or self.core.named
+        named = {name.removeprefix("transformer."): value for name, value in source.items()}
         tensors = trained_tensors(named, dtype=self._dtype)
         if self._mesh.get_rank() != 0:
             return None
@@ -201,11 +141,11 @@ class RlTrainer:
     def load(self, folder: Path) -> None:
         """Continue from a published checkpoint, whatever number of ranks wrote it."""
         counters = {"num_steps": torch.zeros((), dtype=torch.int64)}
-        checkpoint.read_tensors(folder, {**self.core.tensors(), **counters}, alone=False)
+        checkpoint.read_tensors(folder, {**self.core.tensors(), **self._objective.tensors(), **counters}, alone=False)
         self.core.num_steps = int(counters["num_steps"])
 
     def _state(self) -> dict[str, Tensor]:
-        return {**self.core.tensors(), "num_steps": torch.tensor(self.core.num_steps)}
+        return {**self.core.tensors(), **self._objective.tensors(), "num_steps": torch.tensor(self.core.num_steps)}
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of the trained weights, unsharded, fp32, on the CPU. A collective."""
