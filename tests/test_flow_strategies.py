@@ -20,7 +20,7 @@ from verst.flow.strategies import StepDraw
 from verst.rollout.plan import STRATEGIES, plan_rollout, step_draw
 from verst.rollout.prompts import PromptSource
 
-GRPO = Path(__file__).parents[1] / "recipes" / "glyphs_grpo.toml"
+GRPO = Path(__file__).parent / "data" / "grpo.toml"
 sized = st.tuples(st.integers(1, 5), st.integers(0, 5), st.integers(0, 5)).map(
     lambda t: {"size": t[0], "low": t[1], "high": t[1] + t[0] + t[2]}
 )
@@ -32,8 +32,11 @@ RANGED: dict[str, Callable[..., StepDraw]] = {
 }
 
 
+COUNTS = ("rollout.num_groups=8", "rollout.group_size=8", "rollout.microgroup_size=8", "trainer.tile_size=8")
+
+
 def recipe_with(*changes: str) -> RlRecipe:
-    recipe = load_recipe(GRPO, list(changes))
+    recipe = load_recipe(GRPO, [*COUNTS, "sampling.num_steps=10", *changes])
     assert isinstance(recipe, RlRecipe)
     return recipe
 

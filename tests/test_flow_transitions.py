@@ -39,7 +39,7 @@ def first_of(sigma: float) -> float:
 
 @pytest.mark.parametrize("kind", [*STOCHASTIC, "ode"])
 @settings(max_examples=40, deadline=None)
-@given(steps=sigmas_of_steps, eta=st.floats(0.05, 1.0), seed=st.integers(0, 2**32))
+@given(steps=sigmas_of_steps, eta=st.floats(0.05, 0.95), seed=st.integers(0, 2**32))
 def test_mean_and_std_are_the_papers(kind: str, steps: tuple[float, float], eta: float, seed: int) -> None:
     sigma, next_sigma = (float(torch.tensor(s, dtype=torch.float32)) for s in steps)
     if kind == "sde" and 0 < 1 - sigma < 1e-2:
@@ -103,8 +103,9 @@ def test_without_noise_every_transition_is_the_ode(
     kind: str, dtype: torch.dtype, bound: float, steps: tuple[float, float], seed: int
 ) -> None:
     x, v, _ = tensors(seed, dtype=dtype)
-    still = made(kind, 0.0, x, v, *steps, first_of(steps[0]))
-    ode = made("ode", 0.0, x, v, *steps, first_of(steps[0]))
+    first = first_of(float(torch.tensor(steps[0], dtype=dtype)))
+    still = made(kind, 0.0, x, v, *steps, first)
+    ode = made("ode", 0.0, x, v, *steps, first)
     assert not still.std.any()
     torch.testing.assert_close(still.mean, ode.mean, rtol=bound, atol=bound)
 
