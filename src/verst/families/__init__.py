@@ -10,6 +10,8 @@ from verst.errors import ModelError
 from verst.families.base import ALL_PARTS, Components, Family, Part, SamplingDefaults
 from verst.families.cosmos3 import Cosmos3
 from verst.families.flux1 import Flux1
+from verst.families.flux2 import Flux2, Flux2Klein
+from verst.families.hunyuan_video import HunyuanVideo, HunyuanVideo15
 from verst.families.krea2 import Krea2
 from verst.families.ltx2 import Ltx2
 from verst.families.qwen_image import QwenImage
@@ -21,7 +23,11 @@ from verst.families.z_image import ZImage
 from verst.types import Geometry
 
 FAMILIES: dict[str, Family] = {
+    "Flux2KleinPipeline": Flux2Klein(),
+    "Flux2Pipeline": Flux2(),
     "FluxPipeline": Flux1(),
+    "HunyuanVideo15Pipeline": HunyuanVideo15(),
+    "HunyuanVideoPipeline": HunyuanVideo(),
     "Krea2Pipeline": Krea2(),
     "LTX2Pipeline": Ltx2(),
     "QwenImageEditPipeline": QwenImageEdit(),

@@ -16,6 +16,9 @@ from torch import nn
 from verst.errors import ModelError
 from verst.families.base import Components, Family, Part
 
+_LLAMA_TOKENIZERS = ("LlamaTokenizer", "LlamaTokenizerFast")
+"""transformers 5 replaces the splitter that their tokenizer.json states (huggingface/transformers issue 45488)."""
+
 
 def load_components(
     family: Family,
@@ -49,6 +52,8 @@ def load_components(
 
 def _load(folder: Path, name: str, library: str, class_name: str, dtype: torch.dtype, device: torch.device) -> Any:
     cls = _class_of(library, class_name)
+    if class_name in _LLAMA_TOKENIZERS and (folder / name / "tokenizer.json").exists():
+        cls = transformers.PreTrainedTokenizerFast
     if cls is None:
         raise ModelError(f"{folder / 'model_index.json'}: {library} has no class {class_name} (for {name})")
     options: dict[str, Any] = {}

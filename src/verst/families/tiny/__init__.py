@@ -11,14 +11,16 @@ from pathlib import Path
 import torch
 
 from verst.errors import ConfigError
-from verst.families.tiny import cosmos3, flux1, krea2, ltx2, qwen_image, sana, sd3, wan, z_image
+from verst.families.tiny import cosmos3, flux1, flux2, hunyuan_video, krea2, ltx2, qwen_image, sana, sd3, wan, z_image
 from verst.families.tiny.spec import Build, Tiny
 
 TINY: dict[str, Tiny] = {
     **flux1.TINY,
+    **flux2.TINY,
     **cosmos3.TINY,
     **sana.TINY,
     **z_image.TINY,
+    **hunyuan_video.TINY,
     **krea2.TINY,
     **ltx2.TINY,
     **qwen_image.TINY,
