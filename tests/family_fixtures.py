@@ -38,7 +38,7 @@ def tiny_worker(name: str) -> Worker:
 @functools.cache
 def tiny_image(index: int, mode: str = "RGB") -> Path:
     """A picture four times as wide as high, the next four times as high as wide, and so on."""
-    height, width = (64, 16) if index % 2 else (16, 64)
+    height, width = (256, 64) if index % 2 else (64, 256)
     noise = np.random.default_rng(index).integers(0, 256, (height, width, len(mode)), dtype=np.uint8)
     path = Path(tempfile.mkdtemp(prefix="verst-tiny-")) / f"{index}-{mode}.png"
     Image.fromarray(noise).save(path)
@@ -90,11 +90,16 @@ class PipelineRun:
     """The pipeline's output object."""
 
 
+def _plain_pipeline(folder: Path, tiny: Tiny) -> Any:
+    return DiffusionPipeline.from_pretrained(folder, local_files_only=True, **tiny.load_options)
+
+
 @functools.cache
 def run_pipeline(name: str, *, prompt: str | None = None, seed: int = 11) -> PipelineRun:
     """Plain diffusers on the tiny folder, every scheduler step recorded; media as numpy arrays."""
     tiny = TINY[name]
-    pipeline = DiffusionPipeline.from_pretrained(tiny_folder(name), local_files_only=True, **tiny.load_options)
+    folder = tiny_folder(name)
+    pipeline = tiny.load(folder) if tiny.load else _plain_pipeline(folder, tiny)
     pipeline.set_progress_bar_config(disable=True)
     takes_negative = "negative_prompt" in inspect.signature(type(pipeline).__call__).parameters
     steps: dict[int, list[PipelineStep]] = {}
@@ -104,7 +109,9 @@ def run_pipeline(name: str, *, prompt: str | None = None, seed: int = 11) -> Pip
     @functools.wraps(original)
     def step(self: Any, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
         record = PipelineStep(
-            sample=sample.clone(), model_output=model_output.clone(), timestep=torch.as_tensor(timestep).clone()
+            sample=sample.clone(),
+            model_output=-model_output if tiny.data_minus_noise else model_output.clone(),
+            timestep=torch.as_tensor(timestep).clone(),
         )
         steps.setdefault(id(self), []).append(record)
         return original(self, model_output, timestep, sample, *args, **kwargs)
