@@ -171,6 +171,20 @@ def tiny(
     print(out)
 
 
+bench = typer.Typer(no_args_is_help=True, help="Measurements and proofs, printed as tables.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command()
+def matrix(
+    families: Annotated[list[str] | None, typer.Argument(help="Tiny checkpoints; unset = all of them.")] = None,
+) -> None:
+    """Every family x algorithm x {LoRA, full}: one rollout, update and certified sync each, on tiny checkpoints."""
+    from verst.loops.matrix import print_matrix
+
+    raise typer.Exit(1 if print_matrix(families or []) else 0)
+
+
 def _load(recipe: Path, overrides: list[str] | None) -> Any:
     from verst.config import load_recipe, missing_files
     from verst.errors import ConfigError

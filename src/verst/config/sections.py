@@ -84,6 +84,10 @@ class SamplingConfig(Section):
     """Pixels."""
     width: PositiveInt
     """Pixels."""
+    num_frames: PositiveInt = 1
+    """Frames of a video; 1 = an image."""
+    fps: PositiveFloat | None = None
+    """Frames a second; unset = the model's own."""
     num_steps: PositiveInt = 10
     """Denoising steps T."""
     guidance_scale: NonNegativeFloat = 1.0

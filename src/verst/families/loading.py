@@ -20,6 +20,15 @@ _LLAMA_TOKENIZERS = ("LlamaTokenizer", "LlamaTokenizerFast")
 """transformers 5 replaces the splitter that their tokenizer.json states (huggingface/transformers issue 45488)."""
 
 
+def index_file(folder: Path) -> Path:
+    """model_index.json; in Modular Diffusers its name is another, and each component's line has a third entry."""
+    modular = folder / "modular_model_index.json"
+    return modular if modular.exists() else folder / "model_index.json"
+
+_ALIGNMENT = 64
+"""Bytes, of torch's CPU allocator."""
+
+
 def load_components(
     family: Family,
     folder: Path,
@@ -36,13 +45,13 @@ def load_components(
     optional: components that a checkpoint may lack (then None). keep_fp32: those that stay fp32 whatever `dtype` is:
     decoding in half precision changes what a reward sees.
     """
-    index = json.loads((folder / "model_index.json").read_text())
+    index = json.loads(index_file(folder).read_text())
     modules: dict[str, Any] = {}
     for name in [name for part in parts for name in names[part]]:
         library, class_name = (index.get(name) or ("", None))[:2]
         if class_name is None:
             if name not in optional:
-                raise ModelError(f"{folder / 'model_index.json'} names no {name}, which {family.name} needs")
+                raise ModelError(f"{index_file(folder)} names no {name}, which {family.name} needs")
             modules[name] = None
             continue
         own_dtype = torch.float32 if name in keep_fp32 else dtype
@@ -55,7 +64,7 @@ def _load(folder: Path, name: str, library: str, class_name: str, dtype: torch.d
     if class_name in _LLAMA_TOKENIZERS and (folder / name / "tokenizer.json").exists():
         cls = transformers.PreTrainedTokenizerFast
     if cls is None:
-        raise ModelError(f"{folder / 'model_index.json'}: {library} has no class {class_name} (for {name})")
+        raise ModelError(f"{index_file(folder)}: {library} has no class {class_name} (for {name})")
     options: dict[str, Any] = {}
     if isinstance(cls, type) and issubclass(cls, nn.Module):
         options["dtype" if library == "transformers" else "torch_dtype"] = dtype
@@ -63,7 +72,10 @@ def _load(folder: Path, name: str, library: str, class_name: str, dtype: torch.d
         part = cls.from_pretrained(folder, subfolder=name, local_files_only=True, **options)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise ModelError(f"{folder / name} cannot be loaded as {class_name}: {error}") from error
-    return part.to(device).eval().requires_grad_(False) if isinstance(part, nn.Module) else copy.copy(part)
+    if not isinstance(part, nn.Module):
+        return copy.copy(part)
+    _align(part)
+    return part.to(device).eval().requires_grad_(False)
 
 
 def _class_of(library: str, class_name: str) -> Any:
@@ -72,6 +84,16 @@ def _class_of(library: str, class_name: str) -> Any:
         return getattr(transformers, class_name, None)
     own = getattr(diffusers.pipelines, library, None)
     return getattr(diffusers, class_name, None) or getattr(own, class_name, None)
+
+
+def _align(module: nn.Module) -> None:
+    """Give tensors that lie anywhere in a mapped file memory of their own, aligned as torch allocates.
+
+    Matrix kernels round differently on other alignments: two processes would then disagree in the last bit.
+    """
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.data_ptr() % _ALIGNMENT:
+            tensor.data = tensor.data.clone()
 
 
 def config_of(components: Components, name: str) -> Mapping[str, Any]:
@@ -84,6 +106,6 @@ def config_of(components: Components, name: str) -> Mapping[str, Any]:
 
 
 def index_of(components: Components) -> Mapping[str, Any]:
-    """model_index.json, where a pipeline keeps its own settings beside its components' classes."""
-    index: Mapping[str, Any] = json.loads((components.folder / "model_index.json").read_text())
+    """The index, where a pipeline keeps its own settings beside its components' classes."""
+    index: Mapping[str, Any] = json.loads(index_file(components.folder).read_text())
     return index

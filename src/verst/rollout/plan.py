@@ -11,7 +11,7 @@ from verst.config.recipe import RlRecipe
 from verst.engine.wire import GenerateRequest
 from verst.flow import strategies
 from verst.flow.noise import derive_seed
-from verst.rollout.prompts import PromptSource
+from verst.rollout.prompts import Prompt, PromptSource
 from verst.types import SampleKey
 
 
@@ -58,7 +58,7 @@ def plan_rollout(recipe: RlRecipe, source: PromptSource, rollout: int) -> list[M
     tasks = []
     draw = step_draw(recipe.sampling.steps)
     for group in range(recipe.rollout.num_groups):
-        prompt = source.at(rollout * recipe.rollout.num_groups + group).text
+        prompt = source.at(rollout * recipe.rollout.num_groups + group)
         steps = draw(recipe.run.seed, rollout, group, recipe.sampling.num_steps)
         for start in range(0, recipe.rollout.group_size, recipe.rollout.microgroup_size):
             indices = range(start, start + recipe.rollout.microgroup_size)
@@ -68,7 +68,7 @@ def plan_rollout(recipe: RlRecipe, source: PromptSource, rollout: int) -> list[M
 
 
 def _training_task(
-    recipe: RlRecipe, keys: tuple[SampleKey, ...], prompt: str, steps: tuple[int, ...]
+    recipe: RlRecipe, keys: tuple[SampleKey, ...], prompt: Prompt, steps: tuple[int, ...]
 ) -> MicrogroupTask:
     seed = recipe.run.seed
     seeds = [derive_seed(seed, "sample", k.rollout, k.group, k.index) for k in keys]
@@ -78,7 +78,8 @@ def _training_task(
     kept = sorted({i + shift for i in steps for shift in (0, 1)}) or [recipe.sampling.num_steps]
     request = GenerateRequest(
         **_common(recipe, seeds),
-        prompt=prompt,
+        prompt=prompt.text,
+        image_path=condition_images(prompt),
         key=(keys[0].rollout, keys[0].group),
         initial_seeds=(shared,) * len(keys) if share else None,
         rollout=True,
@@ -91,7 +92,15 @@ def _training_task(
         share_denoising_env=True,
         rollout_storage_dtype=recipe.sampling.storage_dtype,
     )
-    return MicrogroupTask(keys=keys, prompts=(prompt,) * len(keys), request=request)
+    return MicrogroupTask(keys=keys, prompts=(prompt.text,) * len(keys), request=request)
+
+
+def condition_images(prompt: Prompt) -> list[str] | None:
+    """A row's `image`: one path or a list of them, for families that edit a picture or start from one."""
+    image = prompt.metadata.get("image")
+    if image is None or isinstance(image, list):
+        return image
+    return [str(image)]
 
 
 def plan_evaluation(recipe: RlRecipe, prompts: Sequence[str]) -> list[MicrogroupTask]:
@@ -115,6 +124,8 @@ def _common(recipe: RlRecipe, seeds: Sequence[int]) -> dict[str, Any]:
         "generator_device": "cpu",
         "height": sampling.height,
         "width": sampling.width,
+        "num_frames": sampling.num_frames,
+        "fps": sampling.fps,
         "num_inference_steps": sampling.num_steps,
         "guidance_scale": sampling.guidance_scale,
         "sigma_shift": sampling.sigma_shift,

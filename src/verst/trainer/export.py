@@ -19,7 +19,7 @@ from verst.errors import ConfigError
 from verst.families import recognise
 from verst.trainer import checkpoint
 from verst.trainer.rl import lora_spec
-from verst.weights.lora import ADAPTER, attach_lora
+from verst.weights.lora import ADAPTER, adaptable, attach_lora
 
 What = Literal["auto", "lora", "pipeline"]
 
@@ -79,7 +79,7 @@ def export(run: Path, recipe: RlRecipe, out: Path, *, what: What, step: int | No
     partial.parent.mkdir(parents=True, exist_ok=True)
     try:
         if is_lora and what in ("auto", "lora"):
-            _write_lora(components.transformer, recipe.model.path, partial)
+            write_lora(components.transformer, recipe.model.path, partial)
         else:
             _write_pipeline(components.transformer, recipe.model.path, partial, merge=is_lora)
         partial.rename(out)
@@ -88,19 +88,42 @@ def export(run: Path, recipe: RlRecipe, out: Path, *, what: What, step: int | No
     return out
 
 
-def _write_lora(transformer: nn.Module, model: Path, out: Path) -> None:
-    index = json.loads((model / "model_index.json").read_text())
-    pipeline: Any = getattr(diffusers, index["_class_name"])
-    pipeline.save_lora_weights(
-        out,
-        transformer_lora_layers=get_peft_model_state_dict(transformer, adapter_name=ADAPTER),
-        **_collate_lora_metadata({"transformer": transformer}),
-    )
+def write_lora(module: nn.Module, model: Path, out: Path) -> list[Path]:
+    """The attached LoRA in diffusers' own format; the files, one for each expert of the model.
+
+    Load with `pipeline.load_lora_weights(out)`; a second expert (Wan 2.2 A14B) with `weight_name =
+    "pytorch_lora_weights_2.safetensors", load_into_transformer_2 = True`; a pipeline without LoRA loading (Cosmos3,
+    HunyuanVideo-1.5) by `pipeline.transformer.load_lora_adapter(out, prefix=None)`.
+    """
+    pipeline: Any = getattr(diffusers, _pipeline_name(model), None)
+    files = []
+    for index, transformer in enumerate(adaptable(module)):
+        name = f"pytorch_lora_weights{f'_{index + 1}' if index else ''}.safetensors"
+        if hasattr(pipeline, "save_lora_weights"):
+            pipeline.save_lora_weights(
+                out,
+                transformer_lora_layers=get_peft_model_state_dict(transformer, adapter_name=ADAPTER),
+                weight_name=name,
+                **_collate_lora_metadata({"transformer": transformer}),
+            )
+        else:
+            transformer.save_lora_adapter(out, adapter_name=ADAPTER, weight_name=name)
+        files.append(out / name)
+    return files
 
 
-def _write_pipeline(transformer: Any, model: Path, out: Path, *, merge: bool) -> None:
-    if merge:
-        transformer.fuse_lora()
-        transformer.unload_lora()
-    shutil.copytree(model, out, ignore=lambda folder, names: ["transformer"] if Path(folder) == model else [])
-    transformer.save_pretrained(out / "transformer")
+def _pipeline_name(model: Path) -> str:
+    for index in ("model_index.json", "modular_model_index.json"):
+        if (model / index).exists():
+            return str(json.loads((model / index).read_text())["_class_name"])
+    raise ConfigError(f"{model} has no model_index.json")
+
+
+def _write_pipeline(module: nn.Module, model: Path, out: Path, *, merge: bool) -> None:
+    parts = dict(zip(("transformer", "transformer_2"), adaptable(module), strict=False))
+    shutil.copytree(model, out, ignore=lambda folder, names: list(parts) if Path(folder) == model else [])
+    for name, transformer in parts.items():
+        if merge:
+            transformer.fuse_lora()
+            transformer.unload_lora()
+        transformer.save_pretrained(out / name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -34,6 +36,8 @@ def shard(module: nn.Module, *, blocks: tuple[str, ...], mesh: DeviceMesh, compu
 
     Parameters stay fp32; forward and backward run in `compute_dtype`, gradients are reduced in fp32.
     """
+    # Families slice the model's output and never write into it, which is all that this warning asks for.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     # Inputs are cast by the family: time must stay fp32 where the model wants it so.
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False, output_dtype=None

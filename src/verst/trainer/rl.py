@@ -52,13 +52,13 @@ class RlTrainer:
         if recipe.run.threads:
             torch.set_num_threads(recipe.run.threads)
         self._mesh = join_mesh(rank=rank, world_size=world_size, store=store, device=device)
-        self._family = recognise(recipe.model.path)
-        self._lora = lora_spec(recipe, self._family.lora_targets)
+        self.family = recognise(recipe.model.path)
+        self._lora = lora_spec(recipe, self.family.lora_targets)
         self._build(recipe, self._mesh)
         self._publication: Publication | None = None
 
     def _build(self, recipe: RlRecipe, mesh: DeviceMesh) -> None:
-        loaded = self._family.load(recipe.model.path, parts=("transformer",), dtype=torch.float32, device=self._device)
+        loaded = self.family.load(recipe.model.path, parts=("transformer",), dtype=torch.float32, device=self._device)
         self.transformer = loaded.transformer
         for buffer in self.transformer.buffers():
             if buffer.is_floating_point():
@@ -72,10 +72,8 @@ class RlTrainer:
         config = recipe.algorithm
         frozen = None
         if config.kl_beta > 0 and isinstance(config.reference, s.FrozenReference):
-            frozen = frozen_copy(
-                self.transformer, blocks=self._family.fsdp_blocks, mesh=mesh, compute_dtype=self._dtype
-            )
-        shard(self.transformer, blocks=self._family.fsdp_blocks, mesh=mesh, compute_dtype=self._dtype)
+            frozen = frozen_copy(self.transformer, blocks=self.family.fsdp_blocks, mesh=mesh, compute_dtype=self._dtype)
+        shard(self.transformer, blocks=self.family.fsdp_blocks, mesh=mesh, compute_dtype=self._dtype)
         total = recipe.run.iterations * recipe.trainer.steps_per_rollout
         self.core = Trainer({"transformer": self.transformer}, recipe.trainer, total_steps=total, mesh=mesh)
         reference = None
@@ -84,7 +82,7 @@ class RlTrainer:
                 config.reference, self.transformer, named=self.core.named, ema=self.core.ema, frozen=frozen
             )
         policies = Policies(
-            family=self._family, live=self.transformer, core=self.core, reference=reference, dtype=self._dtype
+            family=self.family, live=self.transformer, core=self.core, reference=reference, dtype=self._dtype
         )
         self._objective = OBJECTIVES[type(config)](recipe, policies)
 

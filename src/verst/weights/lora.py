@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from peft import LoraConfig
@@ -47,6 +47,8 @@ def attach_lora(module: nn.Module, spec: LoraSpec) -> int:
     )
     for model in adaptable(module):
         model.add_adapter(config, adapter_name=ADAPTER)
+        # PEFT shortens a long list of targets in its own config, which then no longer says what was asked for.
+        model.verst_lora = spec
     return sum(isinstance(layer, LoraLayer) for layer in module.modules())
 
 
@@ -66,8 +68,8 @@ def is_lora_parameter(name: str) -> bool:
 
 
 def lora_spec_of(module: nn.Module) -> LoraSpec | None:
-    """The LoRA that `attach_lora` put on a module; None where there is none."""
+    """The LoRA that `attach_lora` put on a module, targets sorted; None where there is none."""
     if not any(isinstance(layer, LoraLayer) for layer in module.modules()):
         return None
-    config: LoraConfig = adaptable(module)[0].peft_config[ADAPTER]
-    return LoraSpec(rank=config.r, alpha=config.lora_alpha, targets=tuple(sorted(config.target_modules or ())))
+    spec: LoraSpec = adaptable(module)[0].verst_lora
+    return replace(spec, targets=tuple(sorted(spec.targets)))
