@@ -181,10 +181,8 @@ class HunyuanVideo15(_Lineage):
     """Two texts, of which the second is what stands in quotation marks; guidance in two passes."""
 
     name: str = "hunyuan_video_15"
-    lora_targets: tuple[str, ...] = (
-        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
-        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
-    )  # fmt: skip
+    lora_targets: tuple[str, ...] = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
+    """The text's own projections are left out: the last block's output for the text is not read."""
     fsdp_blocks: tuple[str, ...] = ("HunyuanVideo15TransformerBlock",)
     unguided_scale: float = 1.0
     _spatial = 16
@@ -301,7 +299,7 @@ class HunyuanVideo15(_Lineage):
             output: Tensor = transformer(
                 hidden_states=x,
                 image_embeds=image,
-                timestep=sigmas["visual"].float() * 1000,
+                timestep=(sigmas["visual"].float() * 1000).to(dtype),  # the embedder computes in its dtype
                 encoder_hidden_states=rows["encoder_hidden_states"].to(dtype),
                 encoder_attention_mask=rows["attention_mask"].to(dtype),
                 encoder_hidden_states_2=rows["encoder_hidden_states_2"].to(dtype),
