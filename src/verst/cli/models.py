@@ -67,11 +67,12 @@ def _worker(model: Path, device: str) -> tuple[Any, dict[str, Any]]:
     import torch
 
     from verst.engine.worker import Worker
+    from verst.families.loading import index_file
     from verst.loops.run_folder import stored_rl_recipe
     from verst.trainer.export import find_checkpoint, load_trained
 
     torch.set_num_threads(os.cpu_count() or 1)
-    if (model / "model_index.json").exists():
+    if index_file(model).exists():
         return Worker(model, device=_device(device)), {}
     recipe = stored_rl_recipe(model)
     worker = Worker(recipe.model.path, dtype=getattr(torch, recipe.model.dtype), device=_device(device))

@@ -13,7 +13,9 @@ from verst.families.flux1 import Flux1
 from verst.families.flux2 import Flux2, Flux2Klein
 from verst.families.hunyuan_video import HunyuanVideo, HunyuanVideo15
 from verst.families.krea2 import Krea2
+from verst.families.loading import index_file
 from verst.families.ltx2 import Ltx2
+from verst.families.minimax_h3 import MiniMaxH3
 from verst.families.qwen_image import QwenImage
 from verst.families.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from verst.families.sana import Sana
@@ -39,8 +41,9 @@ FAMILIES: dict[str, Family] = {
     "ZImagePipeline": ZImage(),
     "SanaPipeline": Sana(),
     "Cosmos3OmniPipeline": Cosmos3(),
+    "MiniMaxH3ModularPipeline": MiniMaxH3(),
 }
-"""Pipeline class in model_index.json -> family."""
+"""Pipeline class in the index -> family."""
 
 __all__ = ["ALL_PARTS", "FAMILIES", "Components", "Family", "Geometry", "Part", "SamplingDefaults", "recognise"]
 
@@ -55,7 +58,7 @@ class PerCheckpoint(Protocol):
 
 def recognise(folder: Path) -> Family:
     """The family of a diffusers folder. Raises ModelError, naming the file and what is known."""
-    index = folder / "model_index.json"
+    index = index_file(folder)
     try:
         name = json.loads(index.read_text())["_class_name"]
     except FileNotFoundError:

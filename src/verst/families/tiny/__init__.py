@@ -9,12 +9,27 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from diffusers import ModularPipeline
 
 from verst.errors import ConfigError
-from verst.families.tiny import cosmos3, flux1, flux2, hunyuan_video, krea2, ltx2, qwen_image, sana, sd3, wan, z_image
+from verst.families.tiny import (
+    cosmos3,
+    flux1,
+    flux2,
+    hunyuan_video,
+    krea2,
+    ltx2,
+    minimax_h3,
+    qwen_image,
+    sana,
+    sd3,
+    wan,
+    z_image,
+)
 from verst.families.tiny.spec import Build, Tiny
 
 TINY: dict[str, Tiny] = {
+    **minimax_h3.TINY,
     **flux1.TINY,
     **flux2.TINY,
     **cosmos3.TINY,
@@ -56,5 +71,6 @@ def _save(build: Build, folder: Path, seed: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = build()
-    pipeline.save_pretrained(folder)
+    modular = isinstance(pipeline, ModularPipeline)
+    pipeline.save_pretrained(str(folder), **({"overwrite_modular_index": True} if modular else {}))
     return folder

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, trainers
-from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model, Qwen3VLConfig, Qwen3VLModel
+from transformers import (
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3Model,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLModel,
+)
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 SPECIAL_TOKENS = (
@@ -54,6 +61,16 @@ def qwen_tokenizer(*texts: str, max_length: int = 2048) -> Qwen2Tokenizer:
 
 def qwen3_vl(tokenizer: Qwen2Tokenizer, *, num_layers: int, width: int) -> Qwen3VLModel:
     """A vision-language model whose picture side is as small as it can be: text alone goes in."""
+    return Qwen3VLModel(_qwen3_vl_config(tokenizer, num_layers=num_layers, width=width)).eval()
+
+
+def qwen3_vl_for_generation(
+    tokenizer: Qwen2Tokenizer, *, num_layers: int, width: int
+) -> Qwen3VLForConditionalGeneration:
+    return Qwen3VLForConditionalGeneration(_qwen3_vl_config(tokenizer, num_layers=num_layers, width=width)).eval()
+
+
+def _qwen3_vl_config(tokenizer: Qwen2Tokenizer, *, num_layers: int, width: int) -> Qwen3VLConfig:
     vision = {
         "depth": 1,
         "hidden_size": 16,
@@ -68,17 +85,15 @@ def qwen3_vl(tokenizer: Qwen2Tokenizer, *, num_layers: int, width: int) -> Qwen3
     }
     vocab = tokenizer.get_vocab()
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-    return Qwen3VLModel(
-        Qwen3VLConfig(
-            text_config={**_text_config(tokenizer, num_layers=num_layers, width=width), "rope_parameters": rope},
-            vision_config=vision,
-            tie_word_embeddings=False,
-            image_token_id=vocab["<|image_pad|>"],
-            video_token_id=vocab["<|video_pad|>"],
-            vision_start_token_id=vocab["<|vision_start|>"],
-            vision_end_token_id=vocab["<|vision_end|>"],
-        )
-    ).eval()
+    return Qwen3VLConfig(
+        text_config={**_text_config(tokenizer, num_layers=num_layers, width=width), "rope_parameters": rope},
+        vision_config=vision,
+        tie_word_embeddings=False,
+        image_token_id=vocab["<|image_pad|>"],
+        video_token_id=vocab["<|video_pad|>"],
+        vision_start_token_id=vocab["<|vision_start|>"],
+        vision_end_token_id=vocab["<|vision_end|>"],
+    )
 
 
 def qwen3(tokenizer: Qwen2Tokenizer, *, num_layers: int, width: int) -> Qwen3Model:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 Build = Callable[[], Any]
@@ -28,5 +29,9 @@ class Tiny:
     """The checkpoint's own scheduler is flow-matching Euler, so that an ODE rollout gives the pipeline's media."""
     batch_bound: float = 1e-6
     """Largest difference of a velocity, relative to its largest value, between a row alone and in a batch of two."""
+    load: Callable[[Path], Any] | None = None
+    """Loads the folder as a diffusers pipeline, where DiffusionPipeline.from_pretrained does not."""
+    data_minus_noise: bool = False
+    """What the pipeline hands its scheduler is x0 - eps, not eps - x0."""
     load_options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the pipeline's from_pretrained."""
