@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import torch
@@ -22,7 +23,10 @@ def open_store(host: str, port: int, *, rank: int, world_size: int) -> TCPStore:
 def join_mesh(*, rank: int, world_size: int, store: Store, device: torch.device) -> DeviceMesh:
     """A one-dimensional mesh over all trainer ranks: NCCL on CUDA, gloo on the CPU."""
     backend = "nccl" if device.type == "cuda" else "gloo"
+    hook = sys.excepthook
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    # torch puts "[rank0]:" before every line of a traceback, once for each group that a process ever joined.
+    sys.excepthook = hook
     return init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
 
 

@@ -58,7 +58,9 @@ class RlTrainer:
         self._publication: Publication | None = None
 
     def _build(self, recipe: RlRecipe, mesh: DeviceMesh) -> None:
-        loaded = self.family.load(recipe.model.path, parts=("transformer",), dtype=torch.float32, device=self._device)
+        # What is trained is kept in fp32; a base that only carries a LoRA stays in the dtype that it computes in.
+        dtype = torch.float32 if self._lora is None else self._dtype
+        loaded = self.family.load(recipe.model.path, parts=("transformer",), dtype=dtype, device=self._device)
         self.transformer = loaded.transformer
         for buffer in self.transformer.buffers():
             if buffer.is_floating_point():
@@ -69,6 +71,9 @@ class RlTrainer:
             self.transformer.requires_grad_(True)
         else:
             attach_lora(self.transformer, self._lora)
+            for p in self.transformer.parameters():
+                if p.requires_grad:
+                    p.data = p.data.float()
         config = recipe.algorithm
         frozen = None
         if config.kl_beta > 0 and isinstance(config.reference, s.FrozenReference):
