@@ -64,14 +64,17 @@ class _Lineage:
 
     @torch.no_grad()
     def encode_media(self, components: Components, media: Tensor) -> Latents:
+        """One clip at a time, as below."""
         vae = components.modules["vae"]
-        return {"visual": (vae.encode(to_clip(media, vae)).latent_dist.mode() * vae.config.scaling_factor).float()}
+        latents = [vae.encode(clip).latent_dist.mode() for clip in to_clip(media, vae).split(1)]
+        return {"visual": (torch.cat(latents) * vae.config.scaling_factor).float()}
 
     @torch.no_grad()
     def decode_pixels(self, components: Components, latents: Latents) -> Tensor:
+        """One clip at a time: the attention mask of 1.5's autoencoder in diffusers 0.42 fits no other batch."""
         vae = components.modules["vae"]
         x0 = latents["visual"].to(vae.dtype) / vae.config.scaling_factor
-        return to_pixels(vae.decode(x0, return_dict=False)[0])
+        return to_pixels(torch.cat([vae.decode(row, return_dict=False)[0] for row in x0.split(1)]))
 
     def decode(self, components: Components, latents: Latents) -> Tensor:
         return to_uint8(self.decode_pixels(components, latents))
