@@ -19,6 +19,7 @@ from verst.engine.request import GenerateRequest
 from verst.engine.resolve import resolve
 from verst.engine.wire import encode_response, to_microgroup
 from verst.engine.worker import Worker
+from verst.families.loading import align
 from verst.families.tiny import TINY, Tiny, build_tiny
 from verst.types import Microgroup, SampleKey
 
@@ -90,7 +91,7 @@ class PipelineRun:
     """The pipeline's output object."""
 
 
-def _plain_pipeline(folder: Path, tiny: Tiny) -> Any:
+def plain_pipeline(folder: Path, tiny: Tiny) -> Any:
     return DiffusionPipeline.from_pretrained(folder, local_files_only=True, **tiny.load_options)
 
 
@@ -99,7 +100,10 @@ def run_pipeline(name: str, *, prompt: str | None = None, seed: int = 11) -> Pip
     """Plain diffusers on the tiny folder, every scheduler step recorded; media as numpy arrays."""
     tiny = TINY[name]
     folder = tiny_folder(name)
-    pipeline = tiny.load(folder) if tiny.load else _plain_pipeline(folder, tiny)
+    pipeline = tiny.load(folder) if tiny.load else plain_pipeline(folder, tiny)
+    for part in pipeline.components.values():
+        if isinstance(part, torch.nn.Module):
+            align(part)  # as verst's own loading does: kernels round by where a matrix lies
     pipeline.set_progress_bar_config(disable=True)
     takes_negative = "negative_prompt" in inspect.signature(type(pipeline).__call__).parameters
     steps: dict[int, list[PipelineStep]] = {}

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 from verst.errors import ModelError
 from verst.families.base import ALL_PARTS, Components, Family, Part, SamplingDefaults
 from verst.families.cosmos3 import Cosmos3
+from verst.families.cosmos_predict2 import CosmosPredict2
 from verst.families.flux1 import Flux1
 from verst.families.flux2 import Flux2, Flux2Klein
 from verst.families.hunyuan_video import HunyuanVideo, HunyuanVideo15
@@ -42,6 +43,7 @@ FAMILIES: dict[str, Family] = {
     "SanaPipeline": Sana(),
     "Cosmos3OmniPipeline": Cosmos3(),
     "MiniMaxH3ModularPipeline": MiniMaxH3(),
+    "Cosmos2_5_PredictBasePipeline": CosmosPredict2(),
 }
 """Pipeline class in the index -> family."""
 

@@ -25,6 +25,7 @@ def index_file(folder: Path) -> Path:
     modular = folder / "modular_model_index.json"
     return modular if modular.exists() else folder / "model_index.json"
 
+
 _ALIGNMENT = 64
 """Bytes, of torch's CPU allocator."""
 
@@ -74,7 +75,7 @@ def _load(folder: Path, name: str, library: str, class_name: str, dtype: torch.d
         raise ModelError(f"{folder / name} cannot be loaded as {class_name}: {error}") from error
     if not isinstance(part, nn.Module):
         return copy.copy(part)
-    _align(part)
+    align(part)
     return part.to(device).eval().requires_grad_(False)
 
 
@@ -86,7 +87,7 @@ def _class_of(library: str, class_name: str) -> Any:
     return getattr(diffusers, class_name, None) or getattr(own, class_name, None)
 
 
-def _align(module: nn.Module) -> None:
+def align(module: nn.Module) -> None:
     """Give tensors that lie anywhere in a mapped file memory of their own, aligned as torch allocates.
 
     Matrix kernels round differently on other alignments: two processes would then disagree in the last bit.

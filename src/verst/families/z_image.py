@@ -35,6 +35,7 @@ class ZImage:
     same_prompt_batch: bool = False
     max_batch: int | None = None
     unguided_scale: float = 0.0
+    own_guidance: str = "c + g (c - u)"
     num_images: int = 0
 
     def load(

@@ -14,6 +14,7 @@ from diffusers import ModularPipeline
 from verst.errors import ConfigError
 from verst.families.tiny import (
     cosmos3,
+    cosmos_predict2,
     flux1,
     flux2,
     hunyuan_video,
@@ -29,6 +30,7 @@ from verst.families.tiny import (
 from verst.families.tiny.spec import Build, Tiny
 
 TINY: dict[str, Tiny] = {
+    **cosmos_predict2.TINY,
     **minimax_h3.TINY,
     **flux1.TINY,
     **flux2.TINY,
