@@ -92,6 +92,9 @@ class PipelineRun:
 
 
 def plain_pipeline(folder: Path, tiny: Tiny) -> Any:
+    """As a user of diffusers loads it."""
+    if tiny.load is not None:
+        return tiny.load(folder)
     return DiffusionPipeline.from_pretrained(folder, local_files_only=True, **tiny.load_options)
 
 
@@ -100,7 +103,7 @@ def run_pipeline(name: str, *, prompt: str | None = None, seed: int = 11) -> Pip
     """Plain diffusers on the tiny folder, every scheduler step recorded; media as numpy arrays."""
     tiny = TINY[name]
     folder = tiny_folder(name)
-    pipeline = tiny.load(folder) if tiny.load else plain_pipeline(folder, tiny)
+    pipeline = plain_pipeline(folder, tiny)
     for part in pipeline.components.values():
         if isinstance(part, torch.nn.Module):
             align(part)  # as verst's own loading does: kernels round by where a matrix lies

@@ -135,7 +135,7 @@ class SftRecipe(s.Section):
     """Build this small model from nothing at model.path when the folder is missing."""
     save_dtype: s.DType = "float32"
     """Transformer and autoencoder of the pipeline that the run writes are rounded to this."""
-    sampling: s.SamplingConfig
+    sampling: s.SizedSamplingConfig
     prompts: s.PromptsConfig
     data: s.TextLinesData
     autoencoder: s.AutoencoderConfig = s.AutoencoderConfig()

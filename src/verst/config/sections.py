@@ -80,10 +80,10 @@ class ModelConfig(Section):
 class SamplingConfig(Section):
     """Read by engine and trainer alike."""
 
-    height: PositiveInt
-    """Pixels."""
-    width: PositiveInt
-    """Pixels."""
+    height: PositiveInt | None = None
+    """Pixels; unset = the model's own, or the condition image's."""
+    width: PositiveInt | None = None
+    """Pixels; unset = the model's own, or the condition image's."""
     num_frames: PositiveInt = 1
     """Frames of a video; 1 = an image."""
     fps: PositiveFloat | None = None
@@ -104,6 +104,15 @@ class SamplingConfig(Section):
     """How a stochastic step moves."""
     steps: StepsConfig = AllSteps()
     """Which steps are stochastic, and so trained."""
+
+
+class SizedSamplingConfig(SamplingConfig):
+    """SFT draws its data at this size."""
+
+    height: PositiveInt
+    """Pixels."""
+    width: PositiveInt
+    """Pixels."""
 
 
 class PromptsConfig(Section):

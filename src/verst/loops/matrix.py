@@ -84,7 +84,7 @@ def run_cell(name: str, algorithm: str, finetune: str, *, folder: Path) -> Cell:
     with one_rank(recipe) as trainer:
         _sync(trainer, worker, version=0)
         groups = sample_groups(recipe, worker)
-        probe = _probe(groups[0].microgroups[0], worker)
+        probe = velocity_probe(groups[0].microgroups[0], worker)
         before = probe(worker.components.transformer)
         ratio = None
         if algorithm == "sft":
@@ -136,7 +136,7 @@ def tiny_recipe(name: str, algorithm: str, finetune: str, *, folder: Path) -> Rl
             "sampling": sampling,
             "prompts": {"train": str(prompts), "heldout": str(prompts)},
             "rollout": {"num_groups": 1, "group_size": 2, "microgroup_size": 2},
-            "rewards": [{"type": "jpeg_size"}],
+            "rewards": [{"type": "brightness"}],
             "algorithm": {"type": "nft", "timestep_fraction": 0.3} if nft else {"type": "flow_grpo"},
             "trainer": {"tile_size": 2, "lr": 1e-2, "grad_clip": 1.0},
         }
@@ -194,7 +194,7 @@ def _sync(trainer: RlTrainer, worker: Worker, *, version: int) -> None:
     trainer.unpublish()
 
 
-def _probe(microgroup: Microgroup, worker: Worker) -> Callable[[torch.nn.Module], Latents]:
+def velocity_probe(microgroup: Microgroup, worker: Worker) -> Callable[[torch.nn.Module], Latents]:
     """module -> its velocity on one fixed input of the microgroup's shape."""
     family, conditioning = worker.family, microgroup.conditioning
     assert conditioning.geometry is not None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verst.config.recipe import SftRecipe, reward_name
-from verst.config.sections import SamplingConfig
+from verst.config.sections import SizedSamplingConfig
 from verst.errors import RewardError
 from verst.families import Components
 from verst.flow.denoise import denoise
@@ -84,7 +84,7 @@ def sample(
     prompts: Sequence[str],
     *,
     seeds: Sequence[int],
-    sampling: SamplingConfig,
+    sampling: SizedSamplingConfig,
     max_sequence_length: int,
 ) -> Tensor:
     """One ODE sample a prompt in one batch: uint8 [B, F, H, W, 3] on the CPU.
@@ -109,7 +109,7 @@ def _condition(
     components: Components,
     prompts: Sequence[str],
     geometry: Geometry,
-    sampling: SamplingConfig,
+    sampling: SizedSamplingConfig,
     max_sequence_length: int,
 ) -> Conditioning:
     family = components.family

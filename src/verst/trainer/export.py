@@ -93,7 +93,7 @@ def write_lora(module: nn.Module, model: Path, out: Path) -> list[Path]:
 
     Load with `pipeline.load_lora_weights(out)`; a second expert (Wan 2.2 A14B) with `weight_name =
     "pytorch_lora_weights_2.safetensors", load_into_transformer_2 = True`; a pipeline without LoRA loading (Cosmos3,
-    HunyuanVideo-1.5) by `pipeline.transformer.load_lora_adapter(out, prefix=None)`.
+    HunyuanVideo-1.5) by `pipeline.transformer.load_lora_adapter(out, prefix=None, weight_name = ...)`.
     """
     pipeline: Any = getattr(diffusers, _pipeline_name(model), None)
     files = []
