@@ -23,10 +23,11 @@ def run(recipe: Recipe, *, if_complete: str, quiet: bool) -> None:
             _train(recipe, folder, quiet)
         elif not quiet:
             before, after = summary["heldout_before"], summary["heldout_after"]
+            # None where no held-out sample ever had a score.
+            heldout = "" if before is None else f", held-out reward {before:.3f} -> {after:.3f}"
             print(
-                f"{folder.path} is complete: {summary['iterations']} iterations, held-out reward "
-                f"{before:.3f} -> {after:.3f}. `--if-complete new` starts it anew (this one is kept beside it); a larger "
-                "run.iterations goes on."
+                f"{folder.path} is complete: {summary['iterations']} iterations{heldout}. `--if-complete new` starts it "
+                "anew (this one is kept beside it); a larger run.iterations goes on."
             )
     except asyncio.CancelledError:
         print("stopped at once; the same command goes on from the last checkpoint", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from verst.config.recipe import RlRecipe
 from verst.config.sections import RewardConfig
 from verst.engine.server import EngineServer
 from verst.engine.wire import to_microgroup
-from verst.rewards import make_reward
+from verst.rewards import Reward, make_reward
 from verst.trainer.pairs import PairBlock
 from verst.trainer.parallel import open_store
 from verst.trainer.rl import DTYPES, RlTrainer, UpdateMetrics
@@ -68,7 +69,16 @@ class RewardActor(Process):
 
     def __init__(self, config: RewardConfig) -> None:
         torch.set_num_threads(1)
-        self._reward = make_reward(config)
+        self._config = config
+
+    @functools.cached_property
+    def _reward(self) -> Reward:
+        # Not made in __init__: what goes wrong there comes out of Ray as a dead process, without the reason.
+        return make_reward(self._config)
+
+    def load(self) -> None:
+        """Raises ConfigError or RewardError."""
+        _ = self._reward
 
     def score(self, media: torch.Tensor, prompts: Sequence[str]) -> list[float]:
         return self._reward.score(media, prompts)

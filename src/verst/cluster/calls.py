@@ -13,13 +13,14 @@ from verst.errors import ProcessDied, VerstError
 
 
 async def result_of(ref: Awaitable[Any], *, role: str) -> Any:
-    """The value of an actor call. Raises the VerstError that the actor raised, or ProcessDied naming `role`."""
+    """The value of an actor call. Raises what the actor raised, or ProcessDied naming `role`."""
     try:
         return await ref
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, VerstError):
             raise error.cause from None
-        raise
+        # Ray's own error has the actor's whole traceback as its text: it stays as the cause.
+        raise error.cause from error
     except ray.exceptions.RayActorError as error:
         reason = str(error).splitlines()[0] if str(error) else "no reason given"
         raise ProcessDied(f"the {role} process ended or was killed ({reason})") from error

@@ -110,16 +110,17 @@ class Cluster:
             for reward in recipe.rewards
         }
         self.trainer = TrainerGroup(ranks)
-        urls, _, _ = await asyncio.gather(
+        urls, *_ = await asyncio.gather(
             all_of([e.start.remote(_START_TIMEOUT_S) for e in self._engines], roles=["engine"] * len(self._engines)),
             self.trainer.build(),
-            self._ready([*parsers, *(a for pool in self._rewards.values() for a in pool.actors)]),
+            all_of([parser.pid.remote() for parser in parsers], roles=["parser"] * len(parsers)),
+            *(
+                all_of([actor.load.remote() for actor in pool.actors], roles=[f"reward {name}"] * len(pool.actors))
+                for name, pool in self._rewards.items()
+            ),
         )
         clients = [EngineClient(url, timeout_s=recipe.engine.request_timeout_s) for url in urls]
         self.engines = EnginePool(clients, per_engine=recipe.engine.queue_size)
-
-    async def _ready(self, actors: Sequence[Any]) -> None:
-        await all_of([a.pid.remote() for a in actors], roles=["worker"] * len(actors))
 
     async def pids(self) -> dict[str, list[int]]:
         """role -> process ids, for people and for tests that kill them."""
