@@ -93,7 +93,7 @@ def tiny_hunyuan_video_15() -> HunyuanVideo15Pipeline:
         ),
         tokenizer=tokenizer,
         transformer=HunyuanVideo15Transformer3DModel(
-            in_channels=9, out_channels=4, num_attention_heads=1, attention_head_dim=16, num_layers=1,
+            in_channels=9, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=1,
             num_refiner_layers=1, mlp_ratio=2.0, text_embed_dim=_WIDTH, text_embed_2_dim=_WIDTH, image_embed_dim=8,
             rope_axes_dim=(4, 6, 6), target_size=640, task_type="t2v",
         ),
