@@ -13,7 +13,7 @@ from verst.errors import RequestError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
 from verst.families.dynamic_shift import euler_schedule, falling_sigmas, linear_mu
 from verst.families.latent_stats import denormalised, normalised
-from verst.families.loading import config_of, index_of, load_components
+from verst.families.loading import config_of, index_of, load_components, take_contiguous
 from verst.families.sizes import check_is_image, check_pixels
 from verst.families.video import module_dtype
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
@@ -47,7 +47,7 @@ class Krea2:
     ) -> Components:
         components = load_components(self, folder, _PARTS, parts=parts, dtype=dtype, device=device)
         if "transformer" in components.modules:
-            components.modules["transformer"].text_fusion.projector.register_forward_pre_hook(_contiguous)
+            take_contiguous(components.modules["transformer"].text_fusion.projector)
         return components
 
     def check_prompts(self, components: Components, prompts: Sequence[str], *, max_sequence_length: int) -> list[str]:
@@ -167,11 +167,6 @@ class Krea2:
         # The sides in patches follow from the picture's and the number of patches.
         factor = round((geometry.height * geometry.width / packed.shape[1]) ** 0.5) // _PATCH
         return {"visual": _unpack(packed, geometry.height // factor, geometry.width // factor)}
-
-
-def _contiguous(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-    """torch multiplies a permuted tensor by a frozen matrix in another order than by a trainable one; not this one."""
-    return (args[0].contiguous(),)
 
 
 def _pack(x: Tensor) -> Tensor:

@@ -97,6 +97,20 @@ def align(module: nn.Module) -> None:
             tensor.data = tensor.data.clone()
 
 
+def take_contiguous(module: nn.Module) -> None:
+    """Have a module lay its first input out in order before it computes.
+
+    torch multiplies a permuted tensor by a frozen matrix without bias in another order than by one that wants a
+    gradient, so that engine and trainer would differ in the last bit. diffusers' own pipeline, whose parameters want
+    gradients, computes as this does.
+    """
+    module.register_forward_pre_hook(_first_contiguous)
+
+
+def _first_contiguous(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (args[0].contiguous(), *args[1:])
+
+
 def config_of(components: Components, name: str) -> Mapping[str, Any]:
     """A component's config, also where the component itself was not loaded."""
     module = components.modules.get(name)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from verst.errors import RequestError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
-from verst.families.loading import config_of, load_components
+from verst.families.loading import config_of, load_components, take_contiguous
 from verst.families.sizes import check_is_image, check_pixels
 from verst.families.video import euler_on_flow_sigmas, module_dtype, whole_timesteps
 from verst.flow.guidance import classifier_free
@@ -56,7 +56,13 @@ class Sana:
     def load(
         self, folder: Path, *, parts: Iterable[Part] = ALL_PARTS, dtype: torch.dtype, device: torch.device
     ) -> Components:
-        return load_components(self, folder, _PARTS, parts=parts, dtype=dtype, device=device)
+        components = load_components(self, folder, _PARTS, parts=parts, dtype=dtype, device=device)
+        for block in (
+            components.modules["transformer"].transformer_blocks if "transformer" in components.modules else ()
+        ):
+            take_contiguous(block.attn1)
+            take_contiguous(block.attn2)
+        return components
 
     def check_prompts(self, components: Components, prompts: Sequence[str], *, max_sequence_length: int) -> list[str]:
         texts = [prompt.lower().strip() for prompt in prompts]
