@@ -5,11 +5,12 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo test test-sglang lint format clean
 
 help:
 	@echo "make demo   train a small text-to-image model to write digits (about 5 to 8 minutes on two CPU cores)"
 	@echo "make test   lint, types and all tests"
+	@echo "make test-sglang   compare with SGLang-Diffusion itself (2.7 GB into build/sglang, once; then a minute or two)"
 	@echo "make lint / make format / make clean"
 
 $(VENV)/.runtime: requirements.txt pyproject.toml
@@ -32,6 +33,28 @@ test: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# SGLang-Diffusion as an oracle. Its wheel is for CPython 3.11; torch is verst's own, because equal bits need one torch.
+SGLANG := build/sglang
+ORACLE := tests/sglang_oracle
+SGLANG_PIP := $(SGLANG)/venv/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS)
+
+$(SGLANG)/.wheel: $(ORACLE)/wheel.txt $(VENV)/.dev
+	rm -rf $(SGLANG)/wheel $(SGLANG)/download
+	$(BIN)/python -m pip download --disable-pip-version-check --quiet $(PIP_ARGS) --no-deps --dest $(SGLANG)/download -r $<
+	$(BIN)/python -m zipfile -e $(SGLANG)/download/sglang-*.whl $(SGLANG)/wheel
+	touch $@
+
+$(SGLANG)/.server: $(SGLANG)/.wheel $(ORACLE)/requirements-server.txt $(ORACLE)/requirements-pinned.txt
+	test -x $(SGLANG)/venv/bin/python || $(BIN)/python -m venv $(SGLANG)/venv
+	grep '^torch==' requirements.txt > $(SGLANG)/constraints.txt
+	$(SGLANG_PIP) -c $(SGLANG)/constraints.txt torch
+	$(SGLANG_PIP) -c $(SGLANG)/constraints.txt -r $(ORACLE)/requirements-server.txt
+	$(SGLANG_PIP) --no-deps -r $(ORACLE)/requirements-pinned.txt $(SGLANG)/download/sglang-*.whl
+	touch $@
+
+test-sglang: $(SGLANG)/.server
+	$(BIN)/python -m pytest -m sglang $(ORACLE)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
