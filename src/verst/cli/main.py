@@ -67,11 +67,15 @@ def train(
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
+    steps: Annotated[bool, typer.Option(help="Also the model's sigma grid: loads its scheduler, no weights.")] = False,
 ) -> None:
     """Print the resolved recipe, its batch arithmetic and its processes. Loads no model."""
     from verst.cli import plan as command
 
-    command.run(_load(recipe, overrides))
+    loaded = _load(recipe, overrides)
+    command.run(loaded)
+    if steps:
+        command.print_steps(loaded)
 
 
 @app.command("eval")

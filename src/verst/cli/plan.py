@@ -8,6 +8,7 @@ from rich.table import Table
 
 from verst.config.plan import batch_plan, process_plan
 from verst.config.recipe import Recipe, RlRecipe
+from verst.errors import ConfigError
 
 
 def run(recipe: Recipe, console: Console | None = None) -> None:
@@ -17,6 +18,37 @@ def run(recipe: Recipe, console: Console | None = None) -> None:
     if isinstance(recipe, RlRecipe):
         console.print(_batch_table(recipe))
         console.print(_process_table(recipe))
+
+
+def print_steps(recipe: Recipe, console: Console | None = None) -> None:
+    """The model's sigma grid: size and noise of each step, and which of them the recipe may train."""
+    import torch
+
+    from verst.families import Geometry, recognise
+    from verst.flow.controller import make_transition
+    from verst.flow.steps_table import propose_window, step_rows
+
+    console = console or Console()
+    family = recognise(recipe.model.path)
+    parts = family.load(recipe.model.path, parts=("scheduler",), dtype=torch.float32, device=torch.device("cpu"))
+    sampling = recipe.sampling
+    if sampling.height is None or sampling.width is None:
+        raise ConfigError("--steps needs sampling.height and sampling.width: the grid depends on the size")
+    geometry = Geometry(
+        height=sampling.height, width=sampling.width, num_frames=sampling.num_frames, fps=sampling.fps
+    )
+    grids = family.schedule(parts, geometry, num_steps=sampling.num_steps, shift=sampling.sigma_shift)
+    transition = make_transition(sampling.transition.type, sampling.transition.eta)
+    for stream, scheduler in grids.items():
+        rows = step_rows(scheduler.sigmas, transition)
+        table = Table(title=f"steps of {stream} ({sampling.transition.type})", title_justify="left")
+        for column in ("step", "sigma", "|d sigma|", "noise std"):
+            table.add_column(column, justify="right")
+        for row in rows:
+            table.add_row(str(row.index), f"{row.sigma:.4f}", f"{row.size:.4f}", f"{row.noise_std:.4f}")
+        console.print(table)
+        low, high = propose_window(rows, size=2)
+        console.print(f"steps with noise worth training: low = {low}, high = {high}", highlight=False)
 
 
 def _batch_table(recipe: RlRecipe) -> Table:
