@@ -1,0 +1,141 @@
+"""What a family cannot take is refused by name: over-long prompts, sizes that do not fit, pictures, shifts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_fixtures import generate, request_of, tiny_folder, tiny_worker
+
+from verst.engine.resolve import resolve
+from verst.errors import PromptError, RequestError
+from verst.families import recognise
+from verst.types import Geometry
+
+LONG = "a red cat on a table, " * 40
+
+
+@pytest.mark.parametrize("name", ["krea2", "z-image", "sana", "cosmos-predict2.5"])
+def test_over_long_prompts_are_named(name: str) -> None:
+    worker = tiny_worker(name)
+    with pytest.raises(PromptError, match=r"prompt 'a red cat.* tokens.*room is for \d+"):
+        generate(worker, request_of(name, prompts=(LONG,)))
+    generate(worker, request_of(name, prompts=(LONG,), long_prompts="truncate", rollout=False))
+
+
+@pytest.mark.parametrize("name", ["krea2", "z-image", "sana", "cosmos-predict2.5"])
+def test_the_longest_prompt_that_passes_is_read_to_its_end(name: str) -> None:
+    """One more word is one too many, and the last word of the longest still changes what is encoded."""
+    worker = tiny_worker(name)
+    family, components = worker.family, worker.components
+    length = 60
+    words = 1
+    while not family.check_prompts(components, [" ".join(["cat"] * (words + 1))], max_sequence_length=length):
+        words += 1
+    assert words < length
+    rows = [
+        family.encode_prompts(components, [" ".join([*["cat"] * (words - 1), last])], max_sequence_length=length)
+        for last in ("cat", "dog")
+    ]
+    first = next(iter(rows[0]))
+    assert rows[0][first].shape != rows[1][first].shape or not torch.equal(rows[0][first], rows[1][first])
+
+
+@pytest.mark.parametrize("name", ["cosmos3", "minimax-h3"])
+def test_a_model_that_never_cuts_takes_any_prompt(name: str) -> None:
+    worker = tiny_worker(name)
+    assert worker.family.check_prompts(worker.components, [LONG], max_sequence_length=8) == []
+    job = resolve(request_of(name, prompts=(LONG,), max_sequence_length=8), worker.components)
+    assert worker._encode([job]).positive["text_mask"].shape[1] > 200
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("krea2", {"height": 40}, r"height = 40 .* 16 pixels; nearest that is: 32"),
+        ("krea2", {"num_frames": 5}, "makes images"),
+        ("z-image", {"width": 24}, r"width = 24 .* 16 pixels; nearest that is: 32"),
+        ("z-image", {"num_frames": 2}, "makes images"),
+        ("sana", {"height": 48}, r"height = 48 .* 32 pixels"),
+        ("sana", {"num_frames": 2}, "makes images"),
+        ("cosmos3", {"width": 40}, r"width = 40 .* 16 pixels"),
+        ("cosmos3", {"num_frames": 6}, r"num_frames = 6 is not 1 \+ a multiple of 4; nearest that is: 5"),
+        ("cosmos-predict2.5", {"height": 40}, r"height = 40 .* 16 pixels"),
+        ("cosmos-predict2.5", {"num_frames": 7}, r"nearest that is: 9"),
+        ("cosmos-predict2.5", {"sigma_shift": 3.0}, "which has no shift"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_does(name: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        generate(tiny_worker(name), request_of(name, **change))
+
+
+@pytest.mark.parametrize("name", ["krea2", "z-image", "sana", "cosmos3", "cosmos-predict2.5", "minimax-h3"])
+def test_no_picture_is_taken(name: str) -> None:
+    worker = tiny_worker(name)
+    with pytest.raises(RequestError, match="no condition image"):
+        worker.family.encode_images(worker.components, [], Geometry(height=32, width=32))
+
+
+@pytest.mark.parametrize("name", ["krea2", "z-image", "sana", "cosmos3", "minimax-h3"])
+def test_a_given_shift_replaces_the_checkpoints(name: str) -> None:
+    """sigma' = s sigma / (1 + (s - 1) sigma) of a grid without shift."""
+    worker = tiny_worker(name)
+    geometry = resolve(request_of(name), worker.components).geometry
+
+    def grid(shift: float) -> torch.Tensor:
+        return worker.family.schedule(worker.components, geometry, num_steps=5, shift=shift)["visual"].sigmas.double()
+
+    plain = grid(1.0)
+    assert torch.allclose(grid(4.0), 4 * plain / (1 + 3 * plain), atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["krea2", "z-image", "sana", "cosmos3", "cosmos-predict2.5", "minimax-h3"])
+def test_the_same_bits_whether_parameters_want_gradients_or_not(name: str) -> None:
+    """An engine's parameters are frozen and a trainer's are not, and torch has other kernels for the two."""
+    worker = tiny_worker(name)
+    family, transformer = worker.family, worker.components.transformer
+    job = resolve(request_of(name), worker.components)
+    conditioning = worker._encode([job])
+    generator = torch.Generator().manual_seed(3)
+    shapes = family.latent_shapes(worker.components, job.geometry)
+    x = {stream: torch.randn((1, *shape), generator=generator) for stream, shape in shapes.items()}
+    sigmas = {stream: torch.tensor([0.6]) for stream in x}
+    results = []
+    for trainable in (False, True):
+        transformer.requires_grad_(trainable)
+        v = family.velocity(transformer, x, sigmas, conditioning, guidance_scale=job.guidance_scale)
+        results.append({stream: value.detach() for stream, value in v.items()})
+    transformer.requires_grad_(False)
+    assert all(torch.equal(results[0][stream], results[1][stream]) for stream in x)
+
+
+def test_a_distilled_krea2_has_its_own_shift_and_defaults(tmp_path: Path) -> None:
+    folder = tmp_path / "krea2"
+    shutil.copytree(tiny_folder("krea2"), folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "is_distilled": True}))
+    family, cpu = recognise(folder), torch.device("cpu")
+    components = family.load(folder, parts=("transformer", "scheduler"), dtype=torch.float32, device=cpu)
+    defaults = family.sampling_defaults(components)
+    assert (defaults.num_steps, defaults.guidance_scale) == (8, 0.0)
+    small, large = (
+        family.schedule(components, Geometry(height=side, width=side), num_steps=4, shift=None)["visual"].sigmas
+        for side in (64, 1024)
+    )
+    assert torch.equal(small, large)
+    assert small[1] == pytest.approx(1 / (1 + torch.e**-1.15 * (1 / 0.75 - 1)), abs=1e-6)
+
+
+def test_sana_reads_its_instruction_before_a_prompt_and_not_before_a_negative_one() -> None:
+    worker = tiny_worker("sana")
+    positive, negative = (
+        worker.family.encode_prompts(worker.components, ["a cat"], max_sequence_length=32, negative=side)
+        for side in (False, True)
+    )
+    assert positive["encoder_hidden_states"].shape == negative["encoder_hidden_states"].shape
+    assert not torch.equal(positive["encoder_hidden_states"], negative["encoder_hidden_states"])
