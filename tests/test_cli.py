@@ -16,10 +16,10 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from cli_fixtures import here
 from PIL import Image
 from run_fixtures import recipe_with, tiny_model, write_recipe
 
-from verst.cli.main import main
 from verst.config.sections import JpegSizeReward
 from verst.engine.resolve import resolve
 from verst.engine.wire import GenerateRequest, decode_response
@@ -39,14 +39,6 @@ def verst(*arguments: object, cwd: Path = REPOSITORY) -> tuple[int, str, str]:
     command = [*COMMAND, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=ENVIRONMENT, timeout=120)
     return done.returncode, done.stdout, done.stderr
-
-
-def here(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """The exit code of the command in this process, for those that load torch."""
-    monkeypatch.setattr(sys, "argv", ["verst", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return int(end.value.code or 0)
 
 
 def test_help_names_every_command() -> None:
@@ -87,7 +79,6 @@ def test_every_recipe_can_be_planned_and_prints_as_a_recipe(recipe: Path) -> Non
 
 IMPORTS = """
 import sys
-from verst.cli.main import main
 sys.argv = ["verst", *sys.argv[1:]]
 try:
     main()

@@ -1,0 +1,39 @@
+"""Rewards that a recipe of the tests brings along."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+PHASES = {"evaluate": 1, "constant": 4, "raise": 12, "nan": 4, "flaky": 6, "evaluate again": 1}
+"""What `Scripted` does in turn, and for how many calls. A rollout has 4 microgroups, a call may be made 3 times."""
+
+
+def broken(media: Tensor, prompts: Sequence[str]) -> list[float]:
+    raise RuntimeError("the judge is out")
+
+
+class Scripted:
+    """Goes through PHASES; each call leaves its phase as a line in the file `calls`, whatever process it is in."""
+
+    def __init__(self, calls: str) -> None:
+        self._calls = Path(calls)
+
+    def score(self, media: Tensor, prompts: Sequence[str]) -> list[float]:
+        done = self._calls.read_text().splitlines() if self._calls.exists() else []
+        script = [name for name, count in PHASES.items() for _ in range(count)]
+        phase = script[len(done)]
+        turn = done.count(phase)
+        with self._calls.open("a") as file:
+            file.write(phase + "\n")
+        if phase == "raise" or (phase == "flaky" and turn < 2):
+            raise RuntimeError(f"no score in phase {phase}")
+        if phase == "constant":
+            return [0.5] * len(prompts)
+        scores = [float(picture.float().mean()) for picture in media]
+        if phase == "nan" and turn == 1:
+            scores[0] = math.nan
+        return scores
