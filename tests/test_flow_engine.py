@@ -1,0 +1,189 @@
+"""The controller inside the native engine: all streams reach the trainer, options are carried out and echoed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_fixtures import folder, made, request  # noqa: F401
+from family_fixtures import generate, request_of, tiny_folder, tiny_worker
+from torch import Tensor
+
+from verst.engine.resolve import resolve
+from verst.engine.wire import decode_response, encode_response
+from verst.engine.worker import Worker
+from verst.errors import EngineError, InvariantError, RequestError
+from verst.flow.controller import make_transition
+from verst.flow.noise import SampleNoise
+from verst.trainer.pairs import pair_block, tiles_of
+from verst.trainer.policies import joint_log_prob, step_distribution
+from verst.types import Latents
+
+JOINT = ["ltx2", "minimax-h3"]
+ROLLOUT: dict[str, Any] = {
+    "rollout_return_dit_trajectory": True,
+    "rollout_return_denoising_env": True,
+    "share_denoising_env": True,
+}
+
+
+@pytest.fixture(scope="module")
+def worker(folder: Path) -> Worker:  # noqa: F811
+    return Worker(folder)
+
+
+def records_of(worker: Worker, asked: Any) -> list[dict[str, Any]]:
+    (result,) = worker.generate([resolve(asked, worker.components)])
+    if isinstance(result, EngineError):
+        raise result
+    return decode_response(encode_response(result))
+
+
+def records(worker: Worker, **changes: Any) -> list[dict[str, Any]]:
+    return records_of(worker, request(**changes))
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_the_trainer_replays_the_joint_state_exactly(name: str) -> None:
+    """One forward of all streams' stored latents gives every stream's log-prob, to the bit."""
+    worker = tiny_worker(name)
+    microgroup = generate(worker, request_of(name, rollout_sde_step_indices=(0, 2), **ROLLOUT))
+    assert list(microgroup.samples[0].streams) == ["visual", "audio"]
+    block = pair_block(microgroup, advantages=[1.0], mask=[True])
+    sampling: dict[str, Any] = {"guidance_scale": microgroup.echo["guidance_scale"], "dtype": torch.float32}
+    for tile in tiles_of([block], tile_size=1, device=torch.device("cpu")):
+        with torch.no_grad():
+            steps = step_distribution(
+                worker.components.transformer,
+                tile,
+                family=worker.family,
+                transition=make_transition("sde", 0.7),
+                **sampling,
+            )
+        log_probs = joint_log_prob(steps, tile)
+        assert list(log_probs) == ["visual", "audio"]
+        for stream, value in log_probs.items():
+            assert torch.equal(value, tile.old_log_probs[stream])
+            assert value.abs() > 1e-3
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_every_stream_is_in_the_response_with_or_without_its_trajectory(name: str) -> None:
+    worker = tiny_worker(name)
+    (whole,) = records_of(worker, request_of(name, rollout_debug_mode=True, **ROLLOUT))
+    (short,) = records_of(worker, request_of(name))
+    (served,) = records_of(worker, request_of(name, rollout=False))
+    assert whole["stream"] == "visual"
+    assert list(whole["extra_streams"]) == list(short["extra_streams"]) == ["audio"]
+    audio = whole["extra_streams"]["audio"]
+    assert {"latents", "latent_step_indices", "sigmas", "timesteps", "grid_timesteps"} <= audio.keys()
+    assert audio["debug_tensors"]["rollout_variance_noises"].shape == audio["latents"][:-1].shape
+    assert torch.equal(short["extra_streams"]["audio"]["log_probs"], audio["log_probs"])
+    assert short["dit_trajectory"] is None
+    assert "latents" not in short["extra_streams"]["audio"]
+    assert whole["echo"]["extra_stream_sigmas"] == {"audio": audio["sigmas"].tolist()}
+    noises = [
+        d["rollout_variance_noises"].flatten()[:8] for d in (audio["debug_tensors"], whole["rollout_debug_tensors"])
+    ]
+    assert not torch.equal(*noises)
+    assert served["extra_streams"] == {}
+    assert served["rollout_log_probs"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: {"visual": v["visual"]}, r"the velocity have the streams \['visual'\]"),
+        (lambda v: {**v, "depth": v["audio"]}, r"\['audio', 'depth', 'visual'\]"),
+    ],
+)
+@pytest.mark.parametrize("serving", [True, False])
+def test_a_family_that_drops_or_adds_a_stream_is_an_error(
+    change: Callable[[Latents], Latents], message: str, serving: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(tiny_folder("ltx2"))
+    whole = worker.family.velocity
+    monkeypatch.setattr(type(worker.family), "velocity", lambda self, *a, **k: change(whole(*a, **k)))
+    with pytest.raises(InvariantError, match=message):
+        worker.generate([resolve(request_of("ltx2", rollout=not serving), worker.components)])
+
+
+def test_a_family_whose_grids_lack_a_stream_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(tiny_folder("ltx2"))
+    shapes = worker.family.latent_shapes
+    monkeypatch.setattr(type(worker.family), "latent_shapes", lambda self, *a: {"visual": shapes(*a)["visual"]})
+    with pytest.raises(InvariantError, match="ltx2 declares the streams"):
+        worker.generate([resolve(request_of("ltx2"), worker.components)])
+
+
+def test_log_prob_options_are_carried_out_and_echoed(worker: Worker) -> None:
+    stored = records(worker, rollout_storage_dtype="bfloat16")[0]
+    drawn = records(worker, rollout_storage_dtype="bfloat16", rollout_log_prob_of="noise")[0]
+    total = records(worker, rollout_storage_dtype="bfloat16", rollout_log_prob_reduction="sum")[0]
+    assert drawn["echo"]["rollout_log_prob_of"] == "noise"
+    assert total["echo"]["rollout_log_prob_reduction"] == "sum"
+    assert torch.equal(stored["dit_trajectory"]["latents"], drawn["dit_trajectory"]["latents"])
+    assert not torch.equal(stored["rollout_log_probs"], drawn["rollout_log_probs"])
+    number = stored["dit_trajectory"]["latents"][0].numel()
+    torch.testing.assert_close(total["rollout_log_probs"], stored["rollout_log_probs"] * number, rtol=1e-5, atol=1e-5)
+    # SGLang's log-prob is a function of seed, grid and noise level alone.
+    other = records(worker, prompt="77", rollout_log_prob_of="noise")[0]
+    assert torch.equal(other["rollout_log_probs"], drawn["rollout_log_probs"])
+
+
+@pytest.mark.parametrize("log_prob_of", ["stored", "noise"])
+def test_the_last_cps_step_is_refused_with_the_reason(worker: Worker, log_prob_of: str) -> None:
+    asked: dict[str, Any] = {"rollout_sde_type": "cps", "rollout_log_prob_of": log_prob_of}
+    for steps in (None, (0, 3)):
+        with pytest.raises(RequestError, match=r"last step 3, which has no noise under cps .*leave it out"):
+            resolve(request(**asked, rollout_sde_step_indices=steps), worker.components)
+    for fine in ({"rollout_sde_step_indices": (0, 2)}, {"rollout_log_prob_no_const": True}):
+        assert records(worker, **asked, **fine)[0]["rollout_log_probs"].isfinite().all()
+
+
+def test_guidance_in_two_passes_differs_by_rounding_alone(worker: Worker) -> None:
+    guided: dict[str, Any] = {"guidance_scale": 4.0, "negative_prompt": "7"}
+    (one,) = made(worker, request(**guided))
+    (two,) = made(worker, request(**guided, guidance_passes="two"))
+    paths = [microgroup.samples[0].streams["visual"].latents for microgroup in (one, two)]
+    torch.testing.assert_close(paths[0], paths[1], atol=2e-5, rtol=0)
+    assert (one.echo["guidance_passes"], two.echo["guidance_passes"]) == ("one_batch", "two")
+    options = [resolve(request(**guided, guidance_passes=p), worker.components) for p in ("one_batch", "two")]
+    assert options[0].join_key != options[1].join_key
+    # Without guidance there is one pass anyway.
+    plain = [resolve(request(guidance_passes=p), worker.components).join_key for p in ("one_batch", "two")]
+    assert plain[0] == plain[1]
+
+
+def test_a_branch_is_one_path_until_its_step(worker: Worker) -> None:
+    """Two microgroups of one group, as the plan asks for them with branch steps."""
+    asked: dict[str, Any] = {"rollout_sde_step_indices": (2,), "initial_seeds": (5, 5)}
+    groups = [made(worker, request(seeds=seeds, **asked))[0] for seeds in ((1, 2), (3, 4))]
+    paths = [sample.streams["visual"] for group in groups for sample in group.samples]
+    for step in (0, 1, 2):
+        assert all(torch.equal(path.latent_at(step), paths[0].latent_at(step)) for path in paths)
+    after = [path.latent_at(3) for path in paths]
+    assert all(not torch.equal(a, b) for i, a in enumerate(after) for b in after[:i])
+
+
+def test_noise_of_a_sample_does_not_depend_on_its_batch(worker: Worker) -> None:
+    def noise(seeds: tuple[int, ...], **changes: Any) -> Tensor:
+        rows = records(worker, seeds=seeds, rollout_debug_mode=True, **changes)
+        return rows[-1]["rollout_debug_tensors"]["rollout_variance_noises"]
+
+    alone = noise((12,))
+    assert torch.equal(alone, noise((11, 12)))
+    assert torch.equal(alone, noise((3, 4, 5, 12), prompt="99"))
+    source = SampleNoise([12])
+    source.initial((4, 4, 8))
+    step = source.steps("visual")
+    assert torch.equal(alone, torch.stack([step((4, 4, 8))[0] for _ in range(4)]))
+
+
+def test_guidance_of_a_formula_of_its_own_is_not_cut_in_two(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(worker.family), "unguided_scale", 0.0)
+    with pytest.raises(RequestError, match="formula of its own"):
+        resolve(request(guidance_scale=3.0, guidance_passes="two"), worker.components)
