@@ -19,6 +19,7 @@ from verst.families.ltx2 import Ltx2
 from verst.families.minimax_h3 import MiniMaxH3
 from verst.families.qwen_image import QwenImage
 from verst.families.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
+from verst.families.qwen_image_layered import QwenImageLayered
 from verst.families.sana import Sana
 from verst.families.sd3 import Sd3
 from verst.families.wan import Wan, WanImageToVideo
@@ -26,6 +27,7 @@ from verst.families.z_image import ZImage
 from verst.types import Geometry
 
 FAMILIES: dict[str, Family] = {
+    "QwenImageLayeredPipeline": QwenImageLayered(),
     "Flux2KleinPipeline": Flux2Klein(),
     "Flux2Pipeline": Flux2(),
     "FluxPipeline": Flux1(),

@@ -115,8 +115,8 @@ def scaled(image: Tensor, area: int) -> Image.Image:
     return resized(image, *scaled_size(image, area))
 
 
-def resized(image: Tensor, width: int, height: int) -> Image.Image:
-    return _processor().resize(Image.fromarray(image.numpy()), height, width)
+def resized(image: Tensor, width: int, height: int, *, mode: str = "RGB") -> Image.Image:
+    return _processor().resize(Image.fromarray(image.numpy()).convert(mode), height, width)
 
 
 @torch.no_grad()

@@ -77,7 +77,7 @@ def _transformer(*, guidance_embeds: bool) -> Flux2Transformer2DModel:
 
 
 def _autoencoder() -> AutoencoderKLFlux2:
-    vae = AutoencoderKLFlux2(
+    vae: Any = AutoencoderKLFlux2(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
         block_out_channels=(8, 8, 16, 16),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from diffusers import (
     AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
     QwenImageEditPipeline,
     QwenImageEditPlusPipeline,
+    QwenImageLayeredPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
+from torch import Tensor
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -135,7 +138,9 @@ def edit_processor(tokenizer: Qwen2Tokenizer) -> Qwen2VLProcessor:
     )
 
 
-def tiny_qwen_image_edit(pipeline_class: Any, **transformer_options: Any) -> Any:
+def tiny_qwen_image_edit(
+    pipeline_class: Any, *, z_dim: int = 4, channels: int = 3, shift_terminal: float | None = 0.02, **transformer: Any
+) -> Any:
     """Images in multiples of 64 pixels: the pipelines scale a source picture to a million pixels, and with a coarse
     autoencoder that is 256 tokens.
     """
@@ -144,12 +149,12 @@ def tiny_qwen_image_edit(pipeline_class: Any, **transformer_options: Any) -> Any
     )
     tokenizer = qwen_tokenizer(empty.prompt_template_encode, "Picture 1: 2: 3:", *PROMPTS)
     return pipeline_class(
-        scheduler=qwen_scheduler(),
-        vae=qwen_autoencoder(z_dim=4, num_halvings=5, width=2),
+        scheduler=qwen_scheduler(shift_terminal=shift_terminal),
+        vae=qwen_autoencoder(z_dim=z_dim, num_halvings=5, channels=channels, width=2),
         text_encoder=qwen25_vl(tokenizer),
         tokenizer=tokenizer,
         processor=edit_processor(tokenizer),
-        transformer=qwen_transformer(z_dim=4, **transformer_options),
+        transformer=qwen_transformer(z_dim=z_dim, **transformer),
     )
 
 
@@ -168,7 +173,37 @@ def _edit(pipeline_class: Any, *, num_images: int, **transformer_options: Any) -
     )
 
 
+def _colours_and_opacity(layers: Tensor) -> Tensor:
+    """[L, H, W, 4] -> [2 L, H, W, 3]."""
+    colours, opacity = layers[..., :3], layers[..., 3:].expand(*layers.shape[:3], 3)
+    return torch.stack([colours, opacity], dim=1).flatten(0, 1)
+
+
+def _tiny_layered() -> Any:
+    # With 4 latent channels the pipeline would take an RGBA picture for latents.
+    return tiny_qwen_image_edit(
+        QwenImageLayeredPipeline,
+        z_dim=6,
+        channels=4,
+        shift_terminal=None,
+        use_additional_t_cond=True,
+        use_layer3d_rope=True,
+    )
+
+
+_LAYERED: dict[str, Any] = {"num_inference_steps": 4, "max_sequence_length": 64}
+
 TINY: dict[str, Tiny] = {
+    "qwen-image-layered": Tiny(
+        build=_tiny_layered,
+        request={**_LAYERED, "num_frames": 2, "guidance_scale": 4.0},
+        call={**_LAYERED, "layers": 2, "true_cfg_scale": 4.0},
+        prompts=PROMPTS,
+        num_images=1,
+        image_mode="RGBA",
+        as_frames=_colours_and_opacity,
+        batch_bound=2e-6,  # over 400 tokens, attention with a mask and without one differ by 1.1e-6
+    ),
     "qwen-image-edit": _edit(QwenImageEditPipeline, num_images=1),
     "qwen-image-edit-plus": _edit(QwenImageEditPlusPipeline, num_images=2, zero_cond_t=True),
     "qwen-image": Tiny(

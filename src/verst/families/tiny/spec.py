@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 Build = Callable[[], Any]
 """Makes a diffusers pipeline (a class that diffusers leaves untyped) from torch's current random state."""
 
@@ -25,6 +27,8 @@ class Tiny:
     """Condition images that request and call need."""
     image_mode: str = "RGB"
     """The form of picture that the pipeline takes, in pillow's words."""
+    as_frames: Callable[[Tensor], Tensor] = lambda media: media
+    """The pipeline's media of one sample [F, H, W, C] in [0, 1] as verst's frames."""
     euler: bool = True
     """The checkpoint's own scheduler is flow-matching Euler, so that an ODE rollout gives the pipeline's media."""
     batch_bound: float = 1e-6
