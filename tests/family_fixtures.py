@@ -98,16 +98,21 @@ def plain_pipeline(folder: Path, tiny: Tiny) -> Any:
     return DiffusionPipeline.from_pretrained(folder, local_files_only=True, **tiny.load_options)
 
 
+def aligned(pipeline: Any) -> Any:
+    """The pipeline, quiet, its weights where verst's own loading puts them: kernels round by where a matrix lies."""
+    for part in pipeline.components.values():
+        if isinstance(part, torch.nn.Module):
+            align(part)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
 @functools.cache
 def run_pipeline(name: str, *, prompt: str | None = None, seed: int = 11) -> PipelineRun:
     """Plain diffusers on the tiny folder, every scheduler step recorded; media as numpy arrays."""
     tiny = TINY[name]
     folder = tiny_folder(name)
-    pipeline = plain_pipeline(folder, tiny)
-    for part in pipeline.components.values():
-        if isinstance(part, torch.nn.Module):
-            align(part)  # as verst's own loading does: kernels round by where a matrix lies
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = aligned(plain_pipeline(folder, tiny))
     takes_negative = "negative_prompt" in inspect.signature(type(pipeline).__call__).parameters
     steps: dict[int, list[PipelineStep]] = {}
     scheduler_class = type(pipeline.scheduler)

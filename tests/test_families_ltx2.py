@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
-from family_fixtures import generate, request_of, tiny_folder, tiny_worker
+from family_fixtures import aligned, generate, plain_pipeline, request_of, tiny_folder, tiny_worker
 
 from verst.engine.resolve import resolve
 from verst.errors import RequestError
@@ -27,8 +26,7 @@ def _inputs(name: str) -> tuple[Latents, Conditioning]:
 
 @pytest.mark.parametrize("name", ["ltx2", "ltx2.3"])
 def test_sound_is_the_pipelines_own(name: str) -> None:
-    pipeline: Any = DiffusionPipeline.from_pretrained(tiny_folder(name), local_files_only=True)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = aligned(plain_pipeline(tiny_folder(name), TINY[name]))
     out = pipeline(
         prompt=TINY[name].prompts[0],
         negative_prompt=TINY[name].negative_prompt,
@@ -53,8 +51,7 @@ def test_every_term_of_the_guidance_is_the_pipelines() -> None:
         "audio_stg_scale": 0.5, "audio_modality_scale": 2.0, "audio_guidance_rescale": 0.4,
     }  # fmt: skip
     seen: list[dict[str, torch.Tensor]] = []
-    pipeline: Any = DiffusionPipeline.from_pretrained(tiny_folder(name), local_files_only=True)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = aligned(plain_pipeline(tiny_folder(name), TINY[name]))
     convert = pipeline.convert_x0_to_velocity
 
     def watched(sample: torch.Tensor, x0: torch.Tensor, index: int, scheduler: Any = None) -> torch.Tensor:
@@ -141,9 +138,13 @@ def test_frames_a_second_give_the_length_of_the_sound() -> None:
     assert lengths == {12.0: 52, 24.0: 26}
 
 
-def test_lengths_that_leave_registers_over_are_refused() -> None:
+def test_what_cannot_be_made_is_refused() -> None:
     worker = tiny_worker("ltx2.3")
     with pytest.raises(RequestError, match=r"max_sequence_length = 50 .*8 registers.*nearest that is: 48"):
         resolve(request_of("ltx2.3", max_sequence_length=50), worker.components)
+    with pytest.raises(RequestError, match=r"190464 video tokens .* give sigma_shift"):
+        worker.family.schedule(
+            worker.components, worker.family.sampling_defaults(worker.components).geometry, num_steps=4, shift=None
+        )
     with pytest.raises(RequestError, match=r"num_frames = 6 .*nearest that is: 5"):
         resolve(request_of("ltx2.3", num_frames=6), worker.components)

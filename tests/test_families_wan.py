@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
-from family_fixtures import generate, request_of, tiny_folder, tiny_image, tiny_worker
+from family_fixtures import aligned, generate, request_of, tiny_folder, tiny_image, tiny_worker
 
 from verst.engine.resolve import resolve
 from verst.engine.worker import Worker
@@ -100,8 +100,7 @@ def test_a_checkpoint_with_eulers_scheduler_makes_the_pipelines_clip(tmp_path: P
     pipeline: Any = DiffusionPipeline.from_pretrained(
         tiny_folder("wan2.2-a14b"), scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), local_files_only=True
     )
-    pipeline.set_progress_bar_config(disable=True)
-    pipeline.save_pretrained(folder)
+    aligned(pipeline).save_pretrained(folder)
     tiny = TINY["wan2.2-a14b"]
     frames = pipeline(
         prompt=tiny.prompts[0],

@@ -178,8 +178,15 @@ class Ltx2:
         """One grid for both streams: its shift follows the number of video tokens."""
         _, frames, height, width = self.latent_shapes(components, geometry)["visual"]
         config = components.modules["scheduler"].config
-        mu = linear_mu(frames * height * width, {**_SHIFT_DEFAULTS, **config})
-        return {name: euler_schedule(config, falling_sigmas(num_steps), mu=mu, shift=shift) for name in self.streams}
+        tokens = frames * height * width
+        mu = linear_mu(tokens, {**_SHIFT_DEFAULTS, **config})
+        grids = {name: euler_schedule(config, falling_sigmas(num_steps), mu=mu, shift=shift) for name in self.streams}
+        if not grids["visual"].sigmas.isfinite().all():
+            raise RequestError(
+                f"{tokens} video tokens shift every noise level to 1, so there is no grid: "
+                "make the clip smaller or shorter, or give sigma_shift"
+            )
+        return grids
 
     def velocity(
         self,

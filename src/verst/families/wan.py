@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from verst.errors import ModelError, RequestError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
 from verst.families.latent_stats import denormalised, normalised
 from verst.families.loading import config_of, load_components
 from verst.families.sizes import check_pixels
-from verst.families.video import check_frames, euler_on_flow_sigmas, module_dtype, to_clip, to_pixels
+from verst.families.video import check_frames, euler_on_flow_sigmas, module_dtype, to_clip, to_pixels, whole_timesteps
 from verst.flow.guidance import classifier_free
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.types import Conditioning, Geometry, Latents
@@ -150,21 +152,22 @@ class Wan:
             return {"visual": self._guided(transformer, x, t, conditioning, guidance, dtype)}
         assert self.boundary_ratio is not None
         high = t >= self.boundary_ratio * 1000
-        pieces, order = [], []
-        for name, rows in (("transformer", high.nonzero()[:, 0]), ("transformer_2", (~high).nonzero()[:, 0])):
-            if len(rows) == len(x):
-                return {"visual": self._guided(transformer[name], x, t, conditioning, guidance, dtype)}
-            if len(rows):
-                part = conditioning.rows(rows)
-                pieces.append(self._guided(transformer[name], x[rows], t[rows], part, guidance, dtype))
+        rows_of = {"transformer": high.nonzero()[:, 0], "transformer_2": (~high).nonzero()[:, 0]}
+        pieces, order, idle = [], [], x.new_zeros(())
+        for name in _called_anywhere(transformer, rows_of):
+            rows = rows_of[name] if len(rows_of[name]) else torch.zeros(1, dtype=torch.int64, device=x.device)
+            part = conditioning.rows(rows)
+            v = self._guided(transformer[name], x[rows], t[rows], part, guidance, dtype)
+            if len(rows_of[name]):
+                pieces.append(v)
                 order.append(rows)
-        return {"visual": torch.cat(pieces)[torch.cat(order).argsort()]}
+            else:
+                idle = idle + 0 * v.sum()
+        return {"visual": torch.cat(pieces)[torch.cat(order).argsort()] + idle}
 
     def _timestep(self, sigma: Tensor) -> Tensor:
         """[B] int64, or fp32 with a scheduler that keeps fractions."""
-        if self.whole_timesteps:
-            return (sigma.double() * 1000).floor().long()
-        return sigma.float() * 1000
+        return whole_timesteps(sigma) if self.whole_timesteps else sigma.float() * 1000
 
     def _guided(
         self,
@@ -248,6 +251,21 @@ class WanImageToVideo(Wan):
         mask = latent.new_zeros(1, temporal, *latent.shape[2:])
         mask[:, :, 0] = 1
         return {"condition": torch.cat([mask, latent], dim=1)}
+
+
+def _called_anywhere(experts: nn.ModuleDict, rows_of: Mapping[str, Tensor]) -> list[str]:
+    """The experts that this call goes through, in order; under FSDP2 those that any rank has rows for.
+
+    A sharded expert is gathered by all ranks together: one that a rank alone calls would wait for the others forever.
+    """
+    used = torch.tensor([len(rows_of[name]) > 0 for name in experts], dtype=torch.int32)
+    parameter = next(experts.parameters())
+    if isinstance(parameter, DTensor):
+        used = used.to(parameter.device)
+        mesh = parameter.device_mesh
+        for dim in range(mesh.ndim):
+            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return [name for name, flag in zip(experts, used.tolist(), strict=True) if flag]
 
 
 def _forward(
