@@ -62,8 +62,10 @@ class RlTrainer:
         dtype = torch.float32 if self._lora is None else self._dtype
         loaded = self.family.load(recipe.model.path, parts=("transformer",), dtype=dtype, device=self._device)
         self.transformer = loaded.transformer
-        for buffer in self.transformer.buffers():
-            if buffer.is_floating_point():
+        # An engine's from_pretrained casts the buffers of the file, and leaves computed ones (rotary angles) in fp32.
+        stored = self.transformer.state_dict().keys()
+        for name, buffer in self.transformer.named_buffers():
+            if name in stored and buffer.is_floating_point():
                 buffer.data = buffer.data.to(self._dtype)
         # Every rank draws the same A matrices; FSDP2 then keeps its own shard of them.
         torch.manual_seed(derive_seed(recipe.run.seed, "lora") % 2**32)
