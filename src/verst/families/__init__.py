@@ -18,6 +18,7 @@ from verst.families.loading import index_file
 from verst.families.ltx2 import Ltx2
 from verst.families.minimax_h3 import MiniMaxH3
 from verst.families.qwen_image import QwenImage
+from verst.families.qwen_image_21 import QwenImage21
 from verst.families.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from verst.families.qwen_image_layered import QwenImageLayered
 from verst.families.sana import Sana
@@ -27,6 +28,7 @@ from verst.families.z_image import ZImage
 from verst.types import Geometry
 
 FAMILIES: dict[str, Family] = {
+    "QwenImage21Pipeline": QwenImage21(),
     "QwenImageLayeredPipeline": QwenImageLayered(),
     "Flux2KleinPipeline": Flux2Klein(),
     "Flux2Pipeline": Flux2(),

@@ -22,6 +22,7 @@ from verst.families.tiny import (
     ltx2,
     minimax_h3,
     qwen_image,
+    qwen_image_21,
     sana,
     sd3,
     wan,
@@ -41,6 +42,7 @@ TINY: dict[str, Tiny] = {
     **krea2.TINY,
     **ltx2.TINY,
     **qwen_image.TINY,
+    **qwen_image_21.TINY,
     **sd3.TINY,
     **wan.TINY,
 }
