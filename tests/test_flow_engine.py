@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import folder, made, request  # noqa: F401
+from engine_fixtures import CPU, folder, made, request  # noqa: F401
 from family_fixtures import generate, request_of, tiny_folder, tiny_worker
 from torch import Tensor
 
@@ -54,7 +54,7 @@ def test_the_trainer_replays_the_joint_state_exactly(name: str) -> None:
     assert list(microgroup.samples[0].streams) == ["visual", "audio"]
     block = pair_block(microgroup, advantages=[1.0], mask=[True])
     sampling: dict[str, Any] = {"guidance_scale": microgroup.echo["guidance_scale"], "dtype": torch.float32}
-    for tile in tiles_of([block], tile_size=1, device=torch.device("cpu")):
+    for tile in tiles_of([block], tile_size=1, device=CPU):
         with torch.no_grad():
             steps = step_distribution(
                 worker.components.transformer,
@@ -158,15 +158,74 @@ def test_guidance_in_two_passes_differs_by_rounding_alone(worker: Worker) -> Non
     assert plain[0] == plain[1]
 
 
-def test_a_branch_is_one_path_until_its_step(worker: Worker) -> None:
-    """Two microgroups of one group, as the plan asks for them with branch steps."""
-    asked: dict[str, Any] = {"rollout_sde_step_indices": (2,), "initial_seeds": (5, 5)}
-    groups = [made(worker, request(seeds=seeds, **asked))[0] for seeds in ((1, 2), (3, 4))]
+def counted(worker: Worker) -> list[int]:
+    """Rows of each forward of the worker's transformer, as they come."""
+    rows: list[int] = []
+    worker.components.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["hidden_states"])), with_kwargs=True
+    )
+    return rows
+
+
+def test_a_branch_is_one_path_until_its_step_and_computed_once(folder: Path) -> None:  # noqa: F811
+    """Microgroups of one group, as the plan asks for them with branch steps: equal bits whatever their size."""
+    worker = Worker(folder)
+    rows = counted(worker)
+    asked: dict[str, Any] = {"rollout_sde_step_indices": (2,), "rollout_share_prefix": True}
+    groups = [
+        made(worker, request(seeds=seeds, initial_seeds=[5] * len(seeds), **asked))[0] for seeds in ((1, 2, 6), (3,))
+    ]
+    assert rows == [1, 1, 3, 3, 1, 1, 1, 1]
     paths = [sample.streams["visual"] for group in groups for sample in group.samples]
     for step in (0, 1, 2):
         assert all(torch.equal(path.latent_at(step), paths[0].latent_at(step)) for path in paths)
     after = [path.latent_at(3) for path in paths]
     assert all(not torch.equal(a, b) for i, a in enumerate(after) for b in after[:i])
+    apart = made(worker, request(seeds=(1, 2, 6), initial_seeds=(5, 5, 5), rollout_sde_step_indices=(2,)))[0]
+    for one, other in zip(groups[0].samples, apart.samples, strict=True):
+        torch.testing.assert_close(one.streams["visual"].latents, other.streams["visual"].latents, atol=1e-5, rtol=0)
+    # The trained step was made in the request's own shape, and replays exactly.
+    (tile,) = tiles_of([pair_block(groups[0], advantages=[1.0] * 3, mask=[True] * 3)], tile_size=3, device=CPU)
+    for reduction in ("mean", "sum"):
+        (again,) = made(
+            worker, request(seeds=(1, 2, 6), initial_seeds=(5, 5, 5), rollout_log_prob_reduction=reduction, **asked)
+        )
+        with torch.no_grad():
+            steps = step_distribution(
+                worker.components.transformer,
+                tile,
+                family=worker.family,
+                transition=make_transition("sde", 0.7),
+                guidance_scale=1.0,
+                dtype=torch.float32,
+            )
+        log_probs = joint_log_prob(steps, tile, reduction=reduction)["visual"]
+        assert torch.equal(log_probs, torch.stack([s.streams["visual"].log_probs[2] for s in again.samples]))
+
+
+def test_requests_of_unlike_prefixes_share_a_batch(folder: Path) -> None:  # noqa: F811
+    worker = Worker(folder)
+    rows = counted(worker)
+    branches = [
+        request(
+            seeds=seeds, initial_seeds=[9] * len(seeds), rollout_share_prefix=share, rollout_sde_step_indices=(step,)
+        )
+        for seeds, share, step in (((1, 2), True, 1), ((3, 4, 5), True, 3), ((6, 7), False, 2))
+    ]
+    joined = made(worker, *branches)
+    assert rows == [1 + 1 + 2, 2 + 1 + 2, 2 + 1 + 2, 2 + 3 + 2]
+    for together, one in zip(joined, branches, strict=True):
+        (alone,) = made(worker, one)
+        for a, b in zip(together.samples, alone.samples, strict=True):
+            torch.testing.assert_close(a.streams["visual"].latents, b.streams["visual"].latents, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"seeds": (1, 2)}, {"prompt": None, "prompts": ["1", "2"], "initial_seeds": (3, 3)}]
+)
+def test_samples_that_part_at_once_share_no_prefix(worker: Worker, changes: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="one path needs one of each"):
+        resolve(request(rollout_share_prefix=True, **changes), worker.components)
 
 
 def test_noise_of_a_sample_does_not_depend_on_its_batch(worker: Worker) -> None:

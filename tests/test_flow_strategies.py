@@ -161,6 +161,8 @@ def test_a_group_shares_its_steps_and_a_branch_its_initial_noise(tmp_path: Path)
         assert first.initial_seeds == second.initial_seeds
         assert len({*first.initial_seeds, *second.initial_seeds}) == 1
         assert len({*first.seeds, *second.seeds}) == 8
+        assert first.rollout_share_prefix
     assert len({requests[0].initial_seeds for requests in by_group.values()}) == 8
     window = plan_rollout(recipe_with("sampling.shared_initial_noise=false"), source(tmp_path), 0)
     assert window[0].request.initial_seeds is None
+    assert not window[0].request.rollout_share_prefix

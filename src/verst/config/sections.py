@@ -98,6 +98,8 @@ class SamplingConfig(Section):
     """Shift of the sigma grid; unset = the checkpoint's own."""
     storage_dtype: DType = "float32"
     """A latent is rounded to this, and the rounded value is fed on and scored."""
+    log_prob_reduction: Literal["mean", "sum"] = "mean"
+    """Over the elements of a latent. Clip ranges of the literature are for the mean; a sum is as many times as large."""
     shared_initial_noise: Flag = False
     """All samples of a group start from one initial latent."""
     transition: TransitionConfig = SdeTransition()

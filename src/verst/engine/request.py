@@ -82,6 +82,9 @@ class GenerateRequest(BaseModel):
     guidance_passes: Literal["one_batch", "two"] = "one_batch"
     """With guidance: both prompts in one batch of twice the rows, or one forward each (half the memory of activations).
     They differ by rounding alone: use the one that the trainer or the engine you compare with uses."""
+    rollout_share_prefix: bool = False
+    """The samples have one prompt and one initial latent: the steps before the first stochastic one are computed once.
+    """
     sigma_shift: Annotated[float, Field(gt=0.0)] | None = None
     """Shift of the sigma grid; None = the checkpoint's own."""
     max_sequence_length: Count | None = None

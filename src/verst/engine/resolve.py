@@ -46,6 +46,13 @@ class Resolved:
         return dtype
 
     @property
+    def shared_steps(self) -> int:
+        """First steps that all samples of the request go together."""
+        if not (self.request.rollout and self.request.rollout_share_prefix):
+            return 0
+        return self.sde_steps[0] if self.sde_steps else self.num_steps
+
+    @property
     def rollout_options(self) -> RolloutOptions | None:
         """What the request asks of its controllers; None for plain sampling."""
         request = self.request
@@ -132,6 +139,8 @@ def resolve(request: GenerateRequest, components: Components, *, images: Conditi
     guided = guidance > family.unguided_scale
     if request.guidance_passes == "two" and (family.unguided_scale != 1 or isinstance(family, OwnGuidance)):
         raise RequestError(f'guidance_passes = "two": {family.name} guides by a formula of its own, use "one_batch"')
+    if request.rollout_share_prefix:
+        _check_prefix(request, prompts)
     return Resolved(
         request=request,
         geometry=geometry,
@@ -169,6 +178,15 @@ def _truncated(components: Components, prompts: Sequence[str], length: int, poli
             + '. Shorten it, raise max_sequence_length where that is the limit, or allow long_prompts = "truncate"'
         )
     return len(problems)
+
+
+def _check_prefix(request: GenerateRequest, prompts: Sequence[str]) -> None:
+    starts = set(request.initial_seeds or request.sample_seeds())
+    if len(set(prompts)) > 1 or len(starts) > 1:
+        raise RequestError(
+            f"rollout_share_prefix: the samples have {len(set(prompts))} prompts and {len(starts)} initial seeds, but one "
+            "path needs one of each; give equal initial_seeds, or leave it out"
+        )
 
 
 def _sde_steps(request: GenerateRequest, num_steps: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from verst.engine import module_weights
+from verst.engine.prefix import distinct_rows
 from verst.engine.prompts import PromptCache
 from verst.engine.records import Decoded, sample_records
 from verst.engine.resolve import Resolved
@@ -121,10 +123,18 @@ class Worker:
         if first.request.rollout:
             latents = {name: x.to(first.storage_dtype).float() for name, x in latents.items()}
 
+        steps = itertools.count()
+
         def velocity(x: Latents, sigmas: dict[str, Tensor]) -> Latents:
             if stopped():
                 raise EngineError("the batch was stopped: nobody waits for it any more, or the engine is shutting down")
-            return self._velocity(x, sigmas, conditioning, first)
+            distinct = distinct_rows(jobs, next(steps))
+            if distinct is None:
+                return self._velocity(x, sigmas, conditioning, first)
+            rows, places = (index.to(self.device) for index in distinct)
+            part = [{name: t[rows] for name, t in tensors.items()} for tensors in (x, sigmas)]
+            v = self._velocity(part[0], part[1], conditioning.rows(rows), first)
+            return {name: t[places] for name, t in v.items()}
 
         transitions = {
             name: join_transitions([(len(part.job.seeds), part.rollout.controllers[name]) for part in batch])

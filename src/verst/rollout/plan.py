@@ -73,7 +73,8 @@ def _training_task(
     seed = recipe.run.seed
     seeds = [derive_seed(seed, "sample", k.rollout, k.group, k.index) for k in keys]
     shared = derive_seed(seed, "group", keys[0].rollout, keys[0].group)
-    share = recipe.sampling.shared_initial_noise or isinstance(recipe.sampling.steps, s.BranchSteps)
+    branch = isinstance(recipe.sampling.steps, s.BranchSteps)
+    share = recipe.sampling.shared_initial_noise or branch
     # Without a trained step only what came out is used.
     kept = sorted({i + shift for i in steps for shift in (0, 1)}) or [recipe.sampling.num_steps]
     request = GenerateRequest(
@@ -91,6 +92,8 @@ def _training_task(
         rollout_return_denoising_env=True,
         share_denoising_env=True,
         rollout_storage_dtype=recipe.sampling.storage_dtype,
+        rollout_log_prob_reduction=recipe.sampling.log_prob_reduction,
+        rollout_share_prefix=branch,
     )
     return MicrogroupTask(keys=keys, prompts=(prompt.text,) * len(keys), request=request)
 

@@ -67,6 +67,7 @@ class FlowGrpo:
         self._config = recipe.algorithm
         self._policies = policies
         self._guidance_scale = recipe.sampling.guidance_scale
+        self._reduction = recipe.sampling.log_prob_reduction
         self._transition = make_transition(recipe.sampling.transition.type, recipe.sampling.transition.eta)
 
     def closures(self, tiles: Sequence[Tile], num_pairs: int) -> list[Closure]:
@@ -78,7 +79,7 @@ class FlowGrpo:
         per_pair = torch.zeros_like(tile.weight)
         clipped, deviation, difference = per_pair.clone(), per_pair.clone(), per_pair.clone()
         kl = per_pair.clone() if self._policies.reference is None else self._kl(steps, tile)
-        for name, log_prob in joint_log_prob(steps, tile).items():
+        for name, log_prob in joint_log_prob(steps, tile, reduction=self._reduction).items():
             old = tile.old_log_probs[name]
             out = policy_loss(log_prob, old, tile.advantages, clip_low=config.clip_low, clip_high=config.clip_high)
             per_pair = per_pair + out.loss

@@ -47,10 +47,12 @@ def step_distribution(
     }
 
 
-def joint_log_prob(steps: Mapping[str, StepDistribution], tile: Tile) -> dict[str, Tensor]:
-    """stream -> [B] log-prob of the stored next latents."""
+def joint_log_prob(
+    steps: Mapping[str, StepDistribution], tile: Tile, *, reduction: transitions.LogProbReduction = "mean"
+) -> dict[str, Tensor]:
+    """stream -> [B] log-prob of the stored next latents, reduced as the engine did it."""
     return {
-        name: transitions.gaussian_log_prob(tile.next_latents[name], step.mean, step.std)
+        name: transitions.gaussian_log_prob(tile.next_latents[name], step.mean, step.std, reduction=reduction)
         for name, step in steps.items()
     }
 
