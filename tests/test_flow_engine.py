@@ -6,13 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from diffusers import StableDiffusion3Pipeline
 from engine_fixtures import CPU, folder, made, request  # noqa: F401
 from family_fixtures import generate, request_of, tiny_folder, tiny_worker
 from torch import Tensor
 
 from verst.engine.resolve import resolve
+from verst.engine.server import EngineServer
 from verst.engine.wire import decode_response, encode_response
 from verst.engine.worker import Worker
 from verst.errors import EngineError, InvariantError, RequestError
@@ -246,3 +249,33 @@ def test_guidance_of_a_formula_of_its_own_is_not_cut_in_two(worker: Worker, monk
     monkeypatch.setattr(type(worker.family), "unguided_scale", 0.0)
     with pytest.raises(RequestError, match="formula of its own"):
         resolve(request(guidance_scale=3.0, guidance_passes="two"), worker.components)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_a_served_picture_is_the_pipelines_bit_for_bit(folder: Path, guidance: float) -> None:  # noqa: F811
+    """Over HTTP, from the server that `verst serve` runs, between two rollouts of the same engine."""
+    server = EngineServer(folder, threads=1)
+    server.start()
+    server.wait_ready()
+    body = {
+        "prompt": "1234",
+        "negative_prompt": "7",
+        "seed": 11,
+        "height": 32,
+        "width": 64,
+        "num_inference_steps": 4,
+        "guidance_scale": guidance,
+        "max_sequence_length": 16,
+    }
+    pictures = []
+    for rollout in (True, False, True):
+        answer = httpx.post(f"{server.url}/rollout/generate", json={**body, "rollout": rollout}, trust_env=False)
+        pictures.append(decode_response(answer.content)[0]["generated_output"])
+    server.stop()
+    pipeline: Any = StableDiffusion3Pipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    del body["seed"]
+    expected = pipeline(**body, generator=torch.Generator().manual_seed(11), output_type="pt").images[0]
+    assert torch.equal(pictures[1], expected)
+    assert torch.equal(pictures[0], pictures[2])
+    assert not torch.equal(pictures[0], pictures[1])
