@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -139,6 +140,11 @@ def resolve(request: GenerateRequest, components: Components, *, images: Conditi
     guided = guidance > family.unguided_scale
     if request.guidance_passes == "two" and (family.unguided_scale != 1 or isinstance(family, OwnGuidance)):
         raise RequestError(f'guidance_passes = "two": {family.name} guides by a formula of its own, use "one_batch"')
+    if request.true_cfg_scale is not None and math.isinf(family.unguided_scale):
+        raise RequestError(
+            f"true_cfg_scale = {request.true_cfg_scale}: {family.name} has no unconditional side; "
+            "guidance_scale is the scale that its transformer reads"
+        )
     if request.rollout_share_prefix:
         _check_prefix(request, prompts)
     return Resolved(
