@@ -171,6 +171,7 @@ def test_evaluation_of_the_run_repeats_its_last_reading(
 
 def test_damaged_newest_checkpoint_is_refused_by_name(finished: Finished) -> None:
     """The last test of that run: it leaves it damaged."""
+    before = (finished.run / "processes.json").stat().st_mtime_ns
     newest = finished.run / "checkpoints" / "step_00000002"
     file = next((newest / "tensors").glob("*.distcp"))
     data = bytearray(file.read_bytes())
@@ -181,6 +182,7 @@ def test_damaged_newest_checkpoint_is_refused_by_name(finished: Finished) -> Non
     assert f"CheckpointError: {file} is not what was written (checksum differs)" in output
     assert "Remove that checkpoint folder" in output
     assert metric_rows(finished.run)[-1]["iteration"] == 2
+    assert (finished.run / "processes.json").stat().st_mtime_ns == before  # nothing was started for it
 
 
 def trained_weights(folder: Path, scratch: Path) -> dict[str, Tensor]:

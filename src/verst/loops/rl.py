@@ -37,10 +37,11 @@ async def train_rl(recipe: RlRecipe, folder: RunFolder, *, quiet: bool = False) 
         source = PromptSource(recipe.prompts.train, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
         heldout = [p.text for p in read_prompts(recipe.prompts.heldout)][: recipe.eval.num_prompts]
         check_rewards_can_judge(recipe, [*(p.text for p in source.prompts), *heldout])
+        done = resume_point(folder)
         report.status("starting Ray, engine and trainer")
         with StopSignal() as stop:
             async with Cluster(recipe, cuda=wants_cuda(recipe)) as cluster:
-                await Run(recipe, folder, report, cluster, source, heldout).to_the_end(stop)
+                await Run(recipe, folder, report, cluster, source, heldout).to_the_end(stop, done)
     finally:
         report.close()
 
@@ -72,11 +73,12 @@ class Run:
             on_span=report.span,
         )
 
-    async def to_the_end(self, stop: StopSignal) -> None:
+    async def to_the_end(self, stop: StopSignal, done: int | None) -> None:
+        """done: the iteration of the newest checkpoint; None for a new run."""
         recipe, report = self._recipe, self._report
         self._folder.write_processes(await self._cluster.pids())
         await self._check_prompts()
-        done = await self._resume()
+        done = await self._resume(done)
         await self._sync(done)
         if done == 0:
             report.iteration(0, await self._evaluate(0))
@@ -107,16 +109,14 @@ class Run:
                 break
         await self._end(done)
 
-    async def _resume(self) -> int:
-        """The iteration of the newest checkpoint, loaded into the trainer; 0 for a new run."""
-        latest = self._folder.latest()
-        done = 0
-        if latest is not None:
+    async def _resume(self, done: int | None) -> int:
+        """Load the checkpoint of iteration `done` into the trainer; where the run then stands."""
+        if done is not None:
+            latest = checkpoint.step_folder(self._folder.checkpoints, done)
             self._report.status(f"loading {latest}")
-            done = int(checkpoint.read_state(latest)["iteration"])
             await self._cluster.trainer.load(latest)
-        self._report.resume_at(done if latest is not None else -1)
-        return done
+        self._report.resume_at(-1 if done is None else done)
+        return done or 0
 
     async def _update(self, batch: Batch) -> tuple[UpdateMetrics | None, float]:
         """The optimizer steps of one rollout; None where no sample has anything to teach."""
@@ -182,6 +182,12 @@ class Run:
                 f"{len(problems)} prompts do not fit the text encoders: {'; '.join(problems[:3])}. Shorten them, raise "
                 "model.max_sequence_length, or set model.long_prompts = truncate"
             )
+
+
+def resume_point(folder: RunFolder) -> int | None:
+    """The iteration of the newest checkpoint, every file of it verified before any process starts; None without one."""
+    latest = folder.latest()
+    return None if latest is None else int(checkpoint.read_state(latest)["iteration"])
 
 
 def wants_cuda(recipe: RlRecipe) -> bool:
