@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
 
 from verst.errors import RequestError
 from verst.families.base import ALL_PARTS, ANY_IMAGES, Components, Part, SamplingDefaults, to_uint8
@@ -29,8 +28,6 @@ _PARTS: dict[Part, tuple[str, ...]] = {
     "autoencoder": ("vae",),
     "scheduler": ("scheduler",),
 }
-_LLAMA_TOKENIZERS = ("LlamaTokenizer", "LlamaTokenizerFast")
-"""transformers 5 replaces the splitter that their tokenizer.json states (huggingface/transformers issue 45488)."""
 _LARGEST_IMAGE = 1024 * 1024
 """Pixels; a larger condition image is scaled down to this many."""
 
@@ -54,12 +51,7 @@ class Flux2:
     def load(
         self, folder: Path, *, parts: Iterable[Part] = ALL_PARTS, dtype: torch.dtype, device: torch.device
     ) -> Components:
-        components = load_components(self, folder, _PARTS, parts=parts, dtype=dtype, device=device)
-        processor: Any = components.modules.get("tokenizer")
-        inner = getattr(processor, "tokenizer", None)  # dev has a processor around it, klein a bare tokenizer
-        if type(inner).__name__ in _LLAMA_TOKENIZERS and (folder / "tokenizer" / "tokenizer.json").exists():
-            processor.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer", local_files_only=True)
-        return components
+        return load_components(self, folder, _PARTS, parts=parts, dtype=dtype, device=device)
 
     def check_prompts(self, components: Components, prompts: Sequence[str], *, max_sequence_length: int) -> list[str]:
         """The length counts the system message and the chat template as well."""
