@@ -1,40 +1,27 @@
-"""The microgroup pipeline, what a rollout consists of, the pool of engines, and stopping: all without a process."""
+"""The microgroup pipeline, what a rollout consists of, and the pool of engines: all without a process."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
-import os
-import signal
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loop_fixtures import on_a_loop
 from run_fixtures import WORDS, recipe_with
 
 from verst.engine.wire import GenerateRequest
 from verst.errors import EchoError, EngineError, InvariantError, RewardError, SyncError
 from verst.loops.batch import make_batch
 from verst.loops.rl import heldout_rewards, reward_metrics
-from verst.loops.stop import Interrupted, StopSignal
 from verst.rollout.engines import EnginePool
 from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, assemble
 from verst.rollout.plan import MicrogroupTask, plan_evaluation, plan_rollout
 from verst.rollout.prompts import PromptSource
 from verst.types import Conditioning, Microgroup, Sample, SampleKey, Scores
-
-
-def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs an async test on an event loop of its own."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(test(*args, **kwargs))
-
-    return run
 
 
 def task_of(group: int, first: int, size: int = 2) -> MicrogroupTask:
@@ -387,52 +374,3 @@ def test_watched_reward_that_is_nan_leaves_the_total_alone(tmp_path: Path) -> No
     assert metrics["reward/train_std"] == 0.0
     assert metrics["reward/brightness/mean"] == 0.5
     assert metrics["reward/num_masked"] == 0.0
-
-
-@on_a_loop
-async def test_first_signal_ends_the_work_at_hand() -> None:
-    cancelled = asyncio.Event()
-
-    async def long_work() -> None:
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            await asyncio.sleep(0)  # clean-up is waited for
-            cancelled.set()
-            raise
-
-    async def result() -> int:
-        return 7
-
-    with StopSignal() as stop:
-        assert await stop.unless_stopped(result()) == 7
-        assert not stop.requested
-        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
-        with pytest.raises(Interrupted):
-            await stop.unless_stopped(long_work())
-        assert stop.requested
-        assert cancelled.is_set()
-
-
-@on_a_loop
-async def test_second_signal_ends_at_once_and_handlers_are_put_back() -> None:
-    async def run() -> None:
-        with StopSignal():
-            loop = asyncio.get_running_loop()
-            loop.call_soon(os.kill, os.getpid(), signal.SIGTERM)
-            loop.call_later(0.01, os.kill, os.getpid(), signal.SIGTERM)
-            await asyncio.Event().wait()
-
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.create_task(run())
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-@on_a_loop
-async def test_failure_of_the_work_is_not_hidden_by_the_stop_signal() -> None:
-    async def fails() -> None:
-        raise EngineError("gone")
-
-    with StopSignal() as stop, pytest.raises(EngineError, match="gone"):
-        await stop.unless_stopped(fails())
