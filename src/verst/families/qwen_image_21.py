@@ -34,8 +34,8 @@ _FACTOR = 16
 class QwenImage21:
     """One causal sequence of text, condition images and picture: a token's place depends on the length of its text.
 
-    So a transformer call takes rows of one text length. A batch of one prompt is one call for each side; a mixed batch
-    is split, which ranks that share a sharded model cannot afford to do differently.
+    So a transformer call takes rows of one text length, and a mixed batch is split. Ranks that share a sharded model
+    must split theirs alike: give each rank as many prompts of a tile as the others.
 
     Its pictures have an opacity, which media lack: they are shown on white. Every step computes text and condition
     images anew, where diffusers' pipeline keeps their keys and values from the first (`use_kv_cache`): the same up to
@@ -48,7 +48,7 @@ class QwenImage21:
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out",
     )  # fmt: skip
     fsdp_blocks: tuple[str, ...] = ("QwenImage21TransformerBlock",)
-    same_prompt_batch: bool = True
+    same_prompt_batch: bool = False
     max_batch: int | None = None
     unguided_scale: float = 1.0
     num_images: int = ANY_IMAGES
