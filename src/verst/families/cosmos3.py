@@ -18,6 +18,7 @@ from verst.errors import RequestError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
 from verst.families.latent_stats import denormalised, normalised
 from verst.families.loading import config_of, index_of, load_components
+from verst.families.ranks import max_over_ranks
 from verst.families.sizes import check_pixels
 from verst.families.video import check_frames, euler_on_flow_sigmas, module_dtype, to_clip, to_pixels, whole_timesteps
 from verst.flow.guidance import classifier_free
@@ -179,12 +180,12 @@ class Cosmos3:
         guidance_scale: float,
         dtype: torch.dtype | None = None,
     ) -> Latents:
-        """Two passes for each row."""
+        """Two passes for each row; under FSDP2 as many rows as the rank with most of them."""
         dtype = dtype or module_dtype(transformer)
         assert conditioning.geometry is not None
         fps = conditioning.geometry.fps or _FPS
-        rows = []
-        for index in range(len(latents["visual"])):
+        rows, batch = [], len(latents["visual"])
+        for index in [*range(batch), *[0] * (max_over_ranks(transformer, [batch])[0] - batch)]:
             x = {stream: value[index].to(dtype) for stream, value in latents.items()}
             times = {stream: self._timestep(sigmas[stream][index]) for stream in latents}
             row = conditioning.rows(slice(index, index + 1))
@@ -193,7 +194,8 @@ class Cosmos3:
                 u = self._forward(transformer, x, times, row.negative, fps)
                 v = {stream: classifier_free(v[stream], u[stream], guidance_scale) for stream in v}
             rows.append(v)
-        return {stream: torch.stack([row[stream] for row in rows]) for stream in latents}
+        idle = sum(0 * value.sum() for row in rows[batch:] for value in row.values())
+        return {stream: torch.stack([row[stream] for row in rows[:batch]]) + idle for stream in latents}
 
     def _timestep(self, sigma: Tensor) -> Tensor:
         return whole_timesteps(sigma) if self.whole_timesteps else sigma.float() * 1000

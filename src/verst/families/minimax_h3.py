@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from verst.errors import PromptError, RequestError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
 from verst.families.loading import config_of, load_components
+from verst.families.ranks import max_over_ranks
 from verst.families.sizes import check_pixels
 from verst.families.video import module_dtype
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
@@ -147,9 +148,8 @@ class MiniMaxH3:
         guidance_scale: float,
         dtype: torch.dtype | None = None,
     ) -> Latents:
-        """Rows of one prompt length and one pair of noise levels share a layout, and so a forward.
-
-        The model predicts x0 - eps.
+        """Rows of one prompt length and one pair of noise levels share a layout, and so a forward; under FSDP2 there are
+        as many forwards as on the rank with most layouts. The model predicts x0 - eps.
         """
         dtype = dtype or module_dtype(transformer)
         text, mask = conditioning.positive["encoder_hidden_states"].to(dtype), conditioning.positive["text_mask"]
@@ -158,12 +158,18 @@ class MiniMaxH3:
         groups: dict[tuple[int, float, float], list[int]] = {}
         for row, key in enumerate(keys):
             groups.setdefault(key, []).append(row)
+        layouts = list(groups.items())
+        layouts += layouts[:1] * (max_over_ranks(transformer, [len(groups)])[0] - len(groups))
         pieces = [
             _forward(transformer, {k: x[rows] for k, x in latents.items()}, text[rows, :length], visual, audio)
-            for (length, visual, audio), rows in groups.items()
+            for (length, visual, audio), rows in layouts
         ]
+        idle = sum(0 * value.sum() for piece in pieces[len(groups) :] for value in piece.values())
         order = torch.tensor([row for rows in groups.values() for row in rows], device=text.device).argsort()
-        return {stream: torch.cat([piece[stream] for piece in pieces])[order] for stream in self.streams}
+        return {
+            stream: torch.cat([piece[stream] for piece in pieces[: len(groups)]])[order] + idle
+            for stream in self.streams
+        }
 
     @torch.no_grad()
     def encode_media(self, components: Components, media: Tensor) -> Latents:

@@ -9,14 +9,13 @@ from typing import Any
 
 import diffusers
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from verst.errors import ModelError, RequestError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
 from verst.families.latent_stats import denormalised, normalised
 from verst.families.loading import config_of, load_components
+from verst.families.ranks import max_over_ranks
 from verst.families.sizes import check_pixels
 from verst.families.video import check_frames, euler_on_flow_sigmas, module_dtype, to_clip, to_pixels, whole_timesteps
 from verst.flow.guidance import classifier_free
@@ -254,18 +253,9 @@ class WanImageToVideo(Wan):
 
 
 def _called_anywhere(experts: nn.ModuleDict, rows_of: Mapping[str, Tensor]) -> list[str]:
-    """The experts that this call goes through, in order; under FSDP2 those that any rank has rows for.
-
-    A sharded expert is gathered by all ranks together: one that a rank alone calls would wait for the others forever.
-    """
-    used = torch.tensor([len(rows_of[name]) > 0 for name in experts], dtype=torch.int32)
-    parameter = next(experts.parameters())
-    if isinstance(parameter, DTensor):
-        used = used.to(parameter.device)
-        mesh = parameter.device_mesh
-        for dim in range(mesh.ndim):
-            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    return [name for name, flag in zip(experts, used.tolist(), strict=True) if flag]
+    """The experts that this call goes through, in order; under FSDP2 those that any rank has rows for."""
+    used = max_over_ranks(experts, [int(len(rows_of[name]) > 0) for name in experts])
+    return [name for name, flag in zip(experts, used, strict=True) if flag]
 
 
 def _forward(
