@@ -12,8 +12,8 @@ from PIL import Image
 
 from verst.engine.images import load_images
 from verst.engine.resolve import resolve
-from verst.errors import RequestError
-from verst.types import Conditioning
+from verst.errors import InvariantError, RequestError
+from verst.types import Conditioning, join_rows
 
 EDIT, PLUS = "qwen-image-edit", "qwen-image-edit-plus"
 
@@ -100,6 +100,17 @@ def test_requests_join_where_their_images_are_of_one_size() -> None:
     together, alone = worker._encode([wide, wide_too]), [worker._encode([job]) for job in (wide, wide_too)]
     for row, own in enumerate(alone):
         assert all(torch.equal(together.positive[name][row], value[0]) for name, value in own.positive.items())
+
+
+def test_rows_with_images_of_another_number_or_size_are_no_batch() -> None:
+    parts = [
+        {"a": torch.zeros(1, 3, 2), "image_latents_0": torch.zeros(1, 1, 4, *size)} for size in ((2, 2), (2, 2), (4, 2))
+    ]
+    assert join_rows(parts[:2])["image_latents_0"].shape == (2, 1, 4, 2, 2)
+    with pytest.raises(InvariantError, match="image_latents_0 of these rows differ"):
+        join_rows(parts)
+    with pytest.raises(InvariantError, match="image_latents_1 of these rows differ"):
+        join_rows([parts[0], {**parts[1], "image_latents_1": torch.zeros(1, 1, 4, 2, 2)}])
 
 
 def test_the_size_follows_the_image_where_none_is_asked_for() -> None:

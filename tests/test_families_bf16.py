@@ -16,7 +16,20 @@ from verst.families.tiny import build_tiny
 from verst.loops.batch import make_batch
 from verst.loops.matrix import one_rank, sample_groups, tiny_recipe, velocity_probe
 
-NAMES = ("sd3", "krea2", "z-image", "sana", "wan2.1", "cosmos3", "minimax-h3", "cosmos-predict2.5")
+NAMES = (
+    "sd3",
+    "flux1",
+    "flux2-klein",
+    "qwen-image",
+    "qwen-image-2.1",
+    "krea2",
+    "z-image",
+    "sana",
+    "wan2.1",
+    "cosmos3",
+    "minimax-h3",
+    "cosmos-predict2.5",
+)
 
 
 @functools.cache

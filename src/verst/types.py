@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verst.errors import InvariantError
+
 Latents = dict[str, Tensor]
 """stream -> [B, ...]; fp32 between steps."""
 
@@ -105,8 +107,16 @@ def join_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Rows of several conditionings as one batch: name -> [sum of B, ...].
 
     Token sequences (dim 1) of unlike length are padded with zeros at the end; a family whose model sees padding
-    carries a mask, whose padding is 0 = not there.
+    carries a mask, whose padding is 0 = not there. Raises InvariantError for rows of another kind (condition images of
+    another number or size).
     """
+    kinds = [{name: tuple(tensor.shape[2:]) for name, tensor in part.items()} for part in parts]
+    if any(kind != kinds[0] for kind in kinds):
+        unlike = sorted({name for kind in kinds for name in kind if any(k.get(name) != kind[name] for k in kinds)})
+        raise InvariantError(
+            f"{', '.join(unlike)} of these rows differ, so they cannot be one batch: let the prompts of a batch have "
+            "condition images of one number and size, or one prompt a batch"
+        )
     return {name: _cat_padded([part[name] for part in parts]) for name in parts[0]}
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from verst.engine.images import load_images
+from verst.engine.images import check_number, load_images
 from verst.engine.request import GenerateRequest
 from verst.engine.resolve import Resolved, resolve
 from verst.engine.wire import encode_response
@@ -142,7 +142,8 @@ class Batcher:
             raise Unavailable("the engine has released its memory; resume it first")
         if self.num_waiting >= self._queue_size:
             raise Unavailable(f"{self._queue_size} requests are waiting already (engine.queue_size)")
-        paths = request.merged().image_path
+        paths = request.merged().image_path or ()
+        check_number(components.family, len(paths))
         images = await asyncio.to_thread(load_images, paths) if paths else None
         job = _Job(
             resolved=resolve(request, components, images=images), arrived=time.perf_counter(), done=_new_future()
