@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import torch
-from family_fixtures import generate, request_of, tiny_worker
+from diffusers import Cosmos3OmniPipeline, UniPCMultistepScheduler
+from family_fixtures import generate, request_of, tiny_folder, tiny_worker
 
 from verst.engine.resolve import resolve
+from verst.families import recognise
 from verst.types import Geometry, Latents
 
 
@@ -61,3 +69,34 @@ def test_a_scale_below_one_guides_and_one_does_not() -> None:
 
     assert torch.equal(velocity(1.0, negative="a")["visual"], velocity(1.0, negative="dogs")["visual"])
     assert not torch.equal(velocity(0.5, negative="a")["visual"], velocity(0.5, negative="dogs")["visual"])
+
+
+def test_sound_is_the_pipelines() -> None:
+    worker = tiny_worker("cosmos3")
+    pipeline: Any = Cosmos3OmniPipeline.from_pretrained(tiny_folder("cosmos3"), local_files_only=True)
+    shape = worker.family.latent_shapes(worker.components, Geometry(height=32, width=32, num_frames=5))["audio"]
+    latents = torch.randn((2, *shape), generator=torch.Generator().manual_seed(1))
+    decoded = worker.family.decode_audio(worker.components, {"audio": latents})
+    assert decoded is not None
+    sound, rate = decoded
+    assert rate == 48000
+    for row in range(2):
+        with torch.no_grad():
+            assert torch.allclose(sound[row], pipeline.decode_sound(latents[row]), atol=1e-6)
+
+
+def test_the_native_schedule_starts_below_one(tmp_path: Path) -> None:
+    folder = tmp_path / "cosmos3"
+    shutil.copytree(tiny_folder("cosmos3-video"), folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "use_native_flow_schedule": True}))
+    family = recognise(folder)
+    components = family.load(
+        folder, parts=("transformer", "scheduler"), dtype=torch.float32, device=torch.device("cpu")
+    )
+    own: Any = UniPCMultistepScheduler.from_pretrained(folder, subfolder="scheduler")
+    own.set_timesteps(4, sigmas=np.linspace(1.0 - 1.0 / 1000, 0.0, 5)[:-1])
+    grid = family.schedule(components, Geometry(height=32, width=32, num_frames=5), num_steps=4, shift=None)["visual"]
+    assert torch.equal(grid.sigmas, own.sigmas)
+    assert torch.equal(grid.timesteps, own.timesteps.float())
+    assert grid.sigmas[0] < 1
