@@ -19,12 +19,13 @@ from verst.families.tiny import build_tiny
 from verst.trainer.parallel import shard
 from verst.types import Conditioning, Geometry
 
-NAMES = ("cosmos3", "minimax-h3")
+NAMES = ("cosmos3", "minimax-h3", "qwen-image-2.1")
 ROWS = (2, 1)
 """Of rank 0 and rank 1; rank 0's differ in noise level and prompt length, and so share no forward."""
 GEOMETRY = {
     "cosmos3": Geometry(height=32, width=32, num_frames=5, fps=24.0),
     "minimax-h3": Geometry(height=32, width=32, num_frames=124),
+    "qwen-image-2.1": Geometry(height=32, width=32),
 }
 
 
@@ -42,6 +43,12 @@ def _loss(components: Components, name: str, rank: int) -> Tensor:
     mask[1:, 4:] = False
     if name == "cosmos3":
         text = {"input_ids": torch.randint(0, 200, (rows, 6), generator=generator)}
+    elif name == "qwen-image-2.1":
+        text = {
+            "encoder_hidden_states": torch.randn(rows, 6, 32, generator=generator),
+            "encoder_attention_mask": mask.long(),
+            "image_slots": torch.zeros(rows, 6, dtype=torch.int64),
+        }
     else:
         text = {"encoder_hidden_states": torch.randn(rows, 6, 16, generator=generator)}
     v = components.family.velocity(

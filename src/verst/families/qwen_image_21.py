@@ -16,6 +16,7 @@ from verst.families.dynamic_shift import euler_schedule, falling_sigmas, linear_
 from verst.families.loading import config_of, index_of, load_components
 from verst.families.patches import token_grid
 from verst.families.qwen_image_edit import encode_picture, resized, scaled_size
+from verst.families.ranks import max_over_ranks
 from verst.families.sizes import check_is_image, check_pixels
 from verst.flow.guidance import classifier_free
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
@@ -34,8 +35,7 @@ _FACTOR = 16
 class QwenImage21:
     """One causal sequence of text, condition images and picture: a token's place depends on the length of its text.
 
-    So a transformer call takes rows of one text length, and a mixed batch is split. Ranks that share a sharded model
-    must split theirs alike: give each rank as many prompts of a tile as the others.
+    So a transformer call takes rows of one text length, and a mixed batch is split.
 
     Its pictures have an opacity, which media lack: they are shown on white. Every step computes text and condition
     images anew, where diffusers' pipeline keeps their keys and values from the first (`use_kv_cache`): the same up to
@@ -200,18 +200,27 @@ class QwenImage21:
 
 
 def _forward(transformer: nn.Module, x: Tensor, sigma: Tensor, side: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """[B, S, C] fp32; one transformer call for each text length among the rows."""
+    """[B, S, C] fp32; one transformer call for each text length among the rows.
+
+    Under FSDP2 as many calls as the rank with most lengths makes: the last again, times 0.
+    """
     lengths = side["encoder_attention_mask"].sum(dim=1).tolist()
-    if len(set(lengths)) == 1:
+    distinct = sorted(set(lengths))
+    num_calls = max_over_ranks(transformer, [len(distinct)])[0]
+    if num_calls == 1:
         return _forward_one_length(transformer, x, sigma, side, lengths[0], dtype)
-    parts: list[Tensor] = [x] * len(lengths)
-    for length in sorted(set(lengths)):
+    parts: dict[int, Tensor] = {}
+    idle: Tensor | float = 0.0
+    for call in range(num_calls):
+        length = distinct[min(call, len(distinct) - 1)]
         rows = [row for row, own in enumerate(lengths) if own == length]
         part = {name: tensor[rows] for name, tensor in side.items()}
         v = _forward_one_length(transformer, x[rows], sigma[rows], part, length, dtype)
-        for row, value in zip(rows, v, strict=True):
-            parts[row] = value
-    return torch.stack(parts)
+        if call < len(distinct):
+            parts |= dict(zip(rows, v, strict=True))
+        else:
+            idle = idle + 0 * v.sum()
+    return torch.stack([parts[row] for row in range(len(lengths))]) + idle
 
 
 def _forward_one_length(
