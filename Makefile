@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 
 help:
 	@echo "make demo   train a small text-to-image model to write digits (about 5 to 8 minutes on two CPU cores)"
-	@echo "make test   lint, types and all tests"
+	@echo "make test   lint, types and all tests (WITH_SGLANG=1: also against SGLang-Diffusion itself, 2.7 GB)"
 	@echo "make test-sglang   compare with SGLang-Diffusion itself (2.7 GB into build/sglang, once; then a minute or two)"
 	@echo "make lint / make format / make clean"
 
@@ -33,6 +33,9 @@ test: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+ifdef WITH_SGLANG
+	$(MAKE) test-sglang
+endif
 
 # SGLang-Diffusion as an oracle. Its wheel is for CPython 3.11; torch is verst's own, because equal bits need one torch.
 SGLANG := build/sglang

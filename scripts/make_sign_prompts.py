@@ -1,6 +1,6 @@
 """Write data/prompts/signs_{train,heldout}.txt: prompts whose quoted text an OCR reward can look for.
 
-    python scripts/make_sign_prompts.py
+python scripts/make_sign_prompts.py
 """
 
 from __future__ import annotations
@@ -21,7 +21,19 @@ PLACES = (
     "A billboard beside a highway that reads",
 )
 FIRST = ("Open", "Welcome", "New", "Quiet", "Golden", "Blue", "Last", "Happy", "Fresh", "Little", "Grand", "Lucky")
-SECOND = ("Harbor", "Garden", "Morning", "Market", "River", "Station", "Kitchen", "Summer", "Museum", "Valley", "Bakery")
+SECOND = (
+    "Harbor",
+    "Garden",
+    "Morning",
+    "Market",
+    "River",
+    "Station",
+    "Kitchen",
+    "Summer",
+    "Museum",
+    "Valley",
+    "Bakery",
+)
 NUM_HELDOUT = 64
 NUM_TRAIN = 512
 

@@ -20,7 +20,16 @@ from verst.config.recipe import RlRecipe
 from verst.families.tiny import build_tiny
 from verst.trainer import checkpoint
 
-WORDS = ("a red cat", "a blue dog", "two birds", "a green tree", "a house at night", "a small robot", "a car", "a street")
+WORDS = (
+    "a red cat",
+    "a blue dog",
+    "two birds",
+    "a green tree",
+    "a house at night",
+    "a small robot",
+    "a car",
+    "a street",
+)
 
 
 @functools.cache
@@ -36,7 +45,14 @@ def base_tables(folder: Path) -> dict[str, Any]:
     (folder / "train.txt").write_text("\n".join(WORDS))
     (folder / "heldout.txt").write_text("a yellow bus\na big dog\n")
     return {
-        "run": {"name": "run", "folder": str(folder / "runs"), "seed": 3, "iterations": 3, "threads": 1, "device": "cpu"},
+        "run": {
+            "name": "run",
+            "folder": str(folder / "runs"),
+            "seed": 3,
+            "iterations": 3,
+            "threads": 1,
+            "device": "cpu",
+        },
         "model": {"path": str(tiny_model()), "max_sequence_length": 24},
         "sampling": {
             "height": 64,

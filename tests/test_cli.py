@@ -27,6 +27,7 @@ from verst.engine.worker import Worker
 from verst.families import recognise
 from verst.rewards.jpeg_size import JpegSize
 from verst.rollout.plan import plan_evaluation
+from verst.rollout.prompts import read_prompts
 
 REPOSITORY = Path(__file__).parents[1]
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.toml"))
@@ -201,7 +202,7 @@ def test_eval_of_an_untrained_model(
     assert here(monkeypatch, "eval", tmp_path / "recipe.toml") == 0
     lines = dict(line.split(": ") for line in capsys.readouterr().out.splitlines() if line.startswith("reward/"))
     worker, reward = Worker(tiny_model()), JpegSize(JpegSizeReward())
-    (task,) = plan_evaluation(recipe, ["a yellow bus", "a big dog"])
+    (task,) = plan_evaluation(recipe, read_prompts(recipe.prompts.heldout))
     (records,) = worker.generate([resolve(task.request, worker.components)])
     assert not isinstance(records, Exception)
     values = reward.score(torch.stack([record["media"] for record in records]), task.prompts)

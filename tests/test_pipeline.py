@@ -20,7 +20,7 @@ from verst.loops.rl import heldout_rewards, reward_metrics
 from verst.rollout.engines import EnginePool
 from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, assemble
 from verst.rollout.plan import MicrogroupTask, plan_evaluation, plan_rollout
-from verst.rollout.prompts import PromptSource
+from verst.rollout.prompts import Prompt, PromptSource
 from verst.types import Conditioning, Microgroup, Sample, SampleKey, Scores
 
 
@@ -260,13 +260,22 @@ def test_rollouts_walk_through_the_prompts(tmp_path: Path) -> None:
 
 
 def test_evaluation_is_fixed(tmp_path: Path) -> None:
-    prompts = ["one", "two", "three"]
+    prompts = [Prompt(text=text, index=i) for i, text in enumerate(("one", "two", "three"))]
     plan = plan_evaluation(recipe_with(tmp_path), prompts)
     assert [task.request.prompts for task in plan] == [("one", "two"), ("three",)]
     assert all(not task.request.rollout for task in plan)
     again = plan_evaluation(recipe_with(tmp_path, "run.seed=9", "eval.batch_size=1"), prompts)
     assert seeds_of(again) == seeds_of(plan)
     assert len(set(seeds_of(plan).values())) == 3
+
+
+def test_a_prompt_with_a_picture_has_a_request_of_its_own(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{}, {"image": "a.png"}, {"image": ["b.png", "c.png"]}, {}, {}]
+    prompts = [Prompt(text=f"p{i}", index=i, metadata=row) for i, row in enumerate(rows)]
+    plan = plan_evaluation(recipe_with(tmp_path), prompts)
+    assert [task.request.prompts for task in plan] == [("p0",), ("p1",), ("p2",), ("p3", "p4")]
+    assert [task.request.image_path for task in plan] == [None, ["a.png"], ["b.png", "c.png"], None]
+    assert [key.group for task in plan for key in task.keys] == [0, 1, 2, 3, 4]
 
 
 class FakeClient:

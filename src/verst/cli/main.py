@@ -72,7 +72,7 @@ def plan(
     """Print the resolved recipe, its batch arithmetic and its processes. Loads no model."""
     from verst.cli import plan as command
 
-    loaded = _load(recipe, overrides)
+    loaded = _load(recipe, overrides, model=steps)
     command.run(loaded)
     if steps:
         command.print_steps(loaded)
@@ -189,15 +189,25 @@ def matrix(
     raise typer.Exit(1 if print_matrix(families or []) else 0)
 
 
-def _load(recipe: Path, overrides: list[str] | None) -> Any:
+def _load(recipe: Path, overrides: list[str] | None, *, model: bool = True) -> Any:
+    """The recipe, its files there; with `model` its model too, from the hub where a hub id names it."""
     from verst.config import load_recipe, missing_files
     from verst.errors import ConfigError
 
     loaded = load_recipe(recipe, overrides or [])
-    missing = missing_files(loaded)
+    missing = missing_files(loaded, model=False)
     if missing:
         raise ConfigError("; ".join(missing))
-    return loaded
+    if not model or not missing_files(loaded):
+        return loaded
+    from verst.families.hub import local_folder
+
+    folder = local_folder(loaded.model.path)
+    found = loaded.model_copy(update={"model": loaded.model.model_copy(update={"path": folder})})
+    missing = missing_files(found)
+    if missing:
+        raise ConfigError("; ".join(missing))
+    return found
 
 
 if __name__ == "__main__":

@@ -34,9 +34,7 @@ def print_steps(recipe: Recipe, console: Console | None = None) -> None:
     sampling = recipe.sampling
     if sampling.height is None or sampling.width is None:
         raise ConfigError("--steps needs sampling.height and sampling.width: the grid depends on the size")
-    geometry = Geometry(
-        height=sampling.height, width=sampling.width, num_frames=sampling.num_frames, fps=sampling.fps
-    )
+    geometry = Geometry(height=sampling.height, width=sampling.width, num_frames=sampling.num_frames, fps=sampling.fps)
     grids = family.schedule(parts, geometry, num_steps=sampling.num_steps, shift=sampling.sigma_shift)
     transition = make_transition(sampling.transition.type, sampling.transition.eta)
     for stream, scheduler in grids.items():

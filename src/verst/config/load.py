@@ -61,10 +61,12 @@ def _recipe_class(data: dict[str, Any]) -> type[Recipe]:
     return classes[kind]
 
 
-def missing_files(recipe: Recipe) -> list[str]:
-    """One line for each file or folder the recipe names that is not there."""
+def missing_files(recipe: Recipe, *, model: bool = True) -> list[str]:
+    """One line for each file or folder the recipe names that is not there. model: ask for model.path too."""
     lines = []
     for section, key in _PATH_KEYS:
+        if section == "model" and not model:
+            continue
         table = getattr(recipe, section, None)
         value = getattr(table, key, None)
         built = section == "model" and isinstance(recipe, SftRecipe) and recipe.init is not None

@@ -66,7 +66,7 @@ class LoraFinetune(Section):
 
 class ModelConfig(Section):
     path: Path
-    """A local folder in the diffusers layout (with model_index.json)."""
+    """A local folder in the diffusers layout (with model_index.json), or a hub id where there is a network."""
     dtype: DType = "float32"
     """Compute dtype of the transformer, in engine and trainer alike."""
     max_sequence_length: PositiveInt = 128

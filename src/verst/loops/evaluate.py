@@ -51,7 +51,7 @@ async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool
         check_echo(task.request, microgroup.echo)
 
     pipeline = Pipeline(generate=generate, parse=parse, check=check, score=score)
-    heldout = [p.text for p in read_prompts(recipe.prompts.heldout)][: recipe.eval.num_prompts]
+    heldout = read_prompts(recipe.prompts.heldout)[: recipe.eval.num_prompts]
     scored, _ = await pipeline.run(plan_evaluation(recipe, heldout))
     values = heldout_rewards(recipe, scored)
     named = {f"{HELDOUT}/{name}": mean_of_finite(v) for name, v in values.items() if name != "total"}

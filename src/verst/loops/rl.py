@@ -24,7 +24,7 @@ from verst.loops.stop import Interrupted, StopSignal
 from verst.rewards import prompt_problems
 from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, StageSeconds, assemble
 from verst.rollout.plan import plan_evaluation, plan_rollout
-from verst.rollout.prompts import PromptSource, read_prompts
+from verst.rollout.prompts import Prompt, PromptSource, read_prompts
 from verst.trainer import checkpoint
 from verst.trainer.rl import UpdateMetrics
 from verst.types import Group
@@ -35,8 +35,8 @@ async def train_rl(recipe: RlRecipe, folder: RunFolder, *, quiet: bool = False) 
     report = Report(recipe, folder, quiet=quiet)
     try:
         source = PromptSource(recipe.prompts.train, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
-        heldout = [p.text for p in read_prompts(recipe.prompts.heldout)][: recipe.eval.num_prompts]
-        check_rewards_can_judge(recipe, [*(p.text for p in source.prompts), *heldout])
+        heldout = read_prompts(recipe.prompts.heldout)[: recipe.eval.num_prompts]
+        check_rewards_can_judge(recipe, [p.text for p in (*source.prompts, *heldout)])
         done = resume_point(folder)
         report.status("starting Ray, engine and trainer")
         with StopSignal() as stop:
@@ -56,7 +56,7 @@ class Run:
         report: Report,
         cluster: Cluster,
         source: PromptSource,
-        heldout: list[str],
+        heldout: list[Prompt],
     ) -> None:
         self._recipe = recipe
         self._folder = folder
@@ -151,7 +151,8 @@ class Run:
         shown = slice(0, recipe.eval.grid)
         samples = [sample for item in scored for sample in item.microgroup.samples][shown]
         media = np.stack([sample.media[0].numpy() for sample in samples])
-        self._report.pictures(iteration, media, self._heldout[shown], rewards["total"][shown])
+        texts = [prompt.text for prompt in self._heldout[shown]]
+        self._report.pictures(iteration, media, texts, rewards["total"][shown])
         metrics = {f"{HELDOUT}/{name}": mean_of_finite(values) for name, values in rewards.items() if name != "total"}
         return {HELDOUT: mean_of_finite(rewards["total"]), **metrics, "perf/eval_s": seconds.total}
 
@@ -174,7 +175,7 @@ class Run:
     async def _check_prompts(self) -> None:
         if self._recipe.model.long_prompts == "truncate":
             return
-        prompts = sorted({*(p.text for p in self._source.prompts), *self._heldout})
+        prompts = sorted({p.text for p in (*self._source.prompts, *self._heldout)})
         length = self._recipe.model.max_sequence_length
         problems = await self._cluster.engines.check_prompts(prompts, max_sequence_length=length)
         if problems:

@@ -106,17 +106,32 @@ def condition_images(prompt: Prompt) -> list[str] | None:
     return [str(image)]
 
 
-def plan_evaluation(recipe: RlRecipe, prompts: Sequence[str]) -> list[MicrogroupTask]:
-    """Held-out prompts by deterministic sampling from fixed noise: the same pictures every time for the same weights."""
+def plan_evaluation(recipe: RlRecipe, prompts: Sequence[Prompt]) -> list[MicrogroupTask]:
+    """Held-out prompts by deterministic sampling from fixed noise: the same pictures every time for the same weights.
+
+    Up to `eval.batch_size` prompts share a request; one with a condition image has a request of its own.
+    """
     tasks = []
-    size = recipe.eval.batch_size
-    for start in range(0, len(prompts), size):
-        batch = tuple(prompts[start : start + size])
+    for start, batch in _evaluation_batches(prompts, size=recipe.eval.batch_size):
         seeds = [derive_seed(recipe.eval.seed, "eval", start + i) for i in range(len(batch))]
         keys = tuple(SampleKey(rollout=-1, group=start + i, index=0) for i in range(len(batch)))
-        request = GenerateRequest(**_common(recipe, seeds), prompts=batch, rollout=False)
-        tasks.append(MicrogroupTask(keys=keys, prompts=batch, request=request))
+        texts = tuple(prompt.text for prompt in batch)
+        request = GenerateRequest(
+            **_common(recipe, seeds), prompts=texts, image_path=condition_images(batch[0]), rollout=False
+        )
+        tasks.append(MicrogroupTask(keys=keys, prompts=texts, request=request))
     return tasks
+
+
+def _evaluation_batches(prompts: Sequence[Prompt], *, size: int) -> list[tuple[int, list[Prompt]]]:
+    """(position of the first, prompts that share a request), in order."""
+    batches: list[tuple[int, list[Prompt]]] = []
+    for position, prompt in enumerate(prompts):
+        alone = condition_images(prompt) is not None
+        if not batches or alone or len(batches[-1][1]) == size or condition_images(batches[-1][1][0]) is not None:
+            batches.append((position, []))
+        batches[-1][1].append(prompt)
+    return batches
 
 
 def _common(recipe: RlRecipe, seeds: Sequence[int]) -> dict[str, Any]:
