@@ -7,6 +7,7 @@ import torch
 from family_fixtures import generate, request_of, run_pipeline, tiny_worker
 
 from verst.engine.resolve import resolve
+from verst.families.base import to_uint8
 from verst.families.tiny import TINY
 from verst.types import Conditioning, Latents
 
@@ -110,6 +111,6 @@ def test_media_survive_encode_and_decode(name: str) -> None:
     assert {k: tuple(v.shape[1:]) for k, v in x0.items()} == {k: shapes[k] for k in x0}
     assert x0["visual"].dtype == torch.float32
     noise = {k: torch.zeros((1, *shape)) for k, shape in shapes.items() if k not in x0}
-    again = worker.family.decode(worker.components, {**x0, **noise})
+    again = to_uint8(worker.family.decode_pixels(worker.components, {**x0, **noise}))
     assert again.shape == media.shape
     assert again.dtype == torch.uint8

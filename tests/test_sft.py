@@ -24,6 +24,7 @@ from verst.engine.wire import GenerateRequest, encode_response, to_microgroup
 from verst.engine.worker import Worker
 from verst.errors import ConfigError, InvariantError, PromptError
 from verst.families import ALL_PARTS, Components, recognise
+from verst.families.base import to_uint8
 from verst.families.tiny import build_tiny
 from verst.loops.autoencoder import set_latent_scale, to_pixels, train_autoencoder
 from verst.loops.run_folder import RunFolder
@@ -324,6 +325,6 @@ def test_shipped_autoencoder_keeps_digits_readable() -> None:
     texts, media = data.batch(32, seed=1)
     x0 = components.family.encode_media(components, media)
     assert float(x0["visual"].std()) == pytest.approx(1, abs=0.1)
-    rebuilt = components.family.decode(components, x0)
+    rebuilt = to_uint8(components.family.decode_pixels(components, x0))
     read = LineReader(1).read(list(rebuilt[:, 0].numpy()))
     assert sum(a == b for a, b in zip(read, texts, strict=True)) >= 30

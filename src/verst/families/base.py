@@ -133,9 +133,6 @@ class Family(Protocol):
     def decode_pixels(self, components: Components, latents: Latents) -> Tensor:
         """Clean latents -> fp32 [B, F, 3, H, W] in [0, 1]."""
 
-    def decode(self, components: Components, latents: Latents) -> Tensor:
-        """Clean latents -> uint8 [B, F, H, W, 3] RGB: `to_uint8` of `decode_pixels`."""
-
     def decode_audio(self, components: Components, latents: Latents) -> tuple[Tensor, int] | None:
         """Clean latents -> (fp32 [B, channels, n] in [-1, 1], samples a second); None for a family without sound."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from verst.errors import RequestError
-from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
+from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.latent_stats import denormalised, normalised
 from verst.families.loading import config_of, index_of, load_components
 from verst.families.ranks import max_over_ranks
@@ -256,9 +256,6 @@ class Cosmos3:
     def decode_pixels(self, components: Components, latents: Latents) -> Tensor:
         vae = components.modules["vae"]
         return to_pixels(vae.decode(denormalised(latents["visual"].to(vae.dtype), vae), return_dict=False)[0])
-
-    def decode(self, components: Components, latents: Latents) -> Tensor:
-        return to_uint8(self.decode_pixels(components, latents))
 
     @torch.no_grad()
     def decode_audio(self, components: Components, latents: Latents) -> tuple[Tensor, int] | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from verst.errors import ModelError, RequestError
-from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
+from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.latent_stats import denormalised, normalised
 from verst.families.loading import config_of, load_components
 from verst.families.sizes import check_pixels
@@ -159,9 +159,6 @@ class CosmosPredict2:
     def decode_pixels(self, components: Components, latents: Latents) -> Tensor:
         vae = components.modules["vae"]
         return to_pixels(vae.decode(denormalised(latents["visual"].float(), vae).to(vae.dtype), return_dict=False)[0])
-
-    def decode(self, components: Components, latents: Latents) -> Tensor:
-        return to_uint8(self.decode_pixels(components, latents))
 
     def decode_audio(self, components: Components, latents: Latents) -> None:
         return None

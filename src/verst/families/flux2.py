@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from verst.errors import RequestError
-from verst.families.base import ALL_PARTS, ANY_IMAGES, Components, Part, SamplingDefaults, to_uint8
+from verst.families.base import ALL_PARTS, ANY_IMAGES, Components, Part, SamplingDefaults
 from verst.families.dynamic_shift import euler_schedule, falling_sigmas
 from verst.families.loading import config_of, load_components
 from verst.families.patches import token_grid
@@ -172,9 +172,6 @@ class Flux2:
         mean, std = _latent_stats(vae)
         x0 = _unpatchify(latents["visual"].to(vae.dtype) * std + mean)
         return (vae.decode(x0, return_dict=False)[0] / 2 + 0.5).clamp(0, 1).float().unsqueeze(1)
-
-    def decode(self, components: Components, latents: Latents) -> Tensor:
-        return to_uint8(self.decode_pixels(components, latents))
 
     def decode_audio(self, components: Components, latents: Latents) -> None:
         return None

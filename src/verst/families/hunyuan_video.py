@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from verst.errors import ModelError, RequestError
-from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
+from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.dynamic_shift import euler_schedule
 from verst.families.loading import config_of, load_components
 from verst.families.sizes import check_pixels
@@ -75,9 +75,6 @@ class _Lineage:
         vae = components.modules["vae"]
         x0 = latents["visual"].to(vae.dtype) / vae.config.scaling_factor
         return to_pixels(torch.cat([vae.decode(row, return_dict=False)[0] for row in x0.split(1)]))
-
-    def decode(self, components: Components, latents: Latents) -> Tensor:
-        return to_uint8(self.decode_pixels(components, latents))
 
     def decode_audio(self, components: Components, latents: Latents) -> None:
         return None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from verst.errors import ModelError, RequestError
-from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
+from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.dynamic_shift import euler_schedule, falling_sigmas, linear_mu
 from verst.families.loading import config_of, load_components
 from verst.families.sizes import check_pixels
@@ -235,9 +235,6 @@ class Ltx2:
         # The pipeline's default decodes at time 0, where a decoder is told the time at all.
         time = x0.new_zeros(len(x0)) if vae.config.timestep_conditioning else None
         return to_pixels(vae.decode(x0, time, return_dict=False)[0])
-
-    def decode(self, components: Components, latents: Latents) -> Tensor:
-        return to_uint8(self.decode_pixels(components, latents))
 
     @torch.no_grad()
     def decode_audio(self, components: Components, latents: Latents) -> tuple[Tensor, int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from verst.errors import PromptError, RequestError
-from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
+from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.loading import config_of, load_components
 from verst.families.ranks import max_over_ranks
 from verst.families.sizes import check_pixels
@@ -187,9 +187,6 @@ class MiniMaxH3:
         clip = vae.decode(x, return_dict=False)[0].float()
         clip = clip * _per_channel(_PIXEL_STD, clip) + _per_channel(_PIXEL_MEAN, clip)
         return clip.clamp(0, 1).transpose(1, 2)
-
-    def decode(self, components: Components, latents: Latents) -> Tensor:
-        return to_uint8(self.decode_pixels(components, latents))
 
     @torch.no_grad()
     def decode_audio(self, components: Components, latents: Latents) -> tuple[Tensor, int]:

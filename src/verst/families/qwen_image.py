@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from verst.errors import RequestError
-from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
+from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.dynamic_shift import euler_schedule, falling_sigmas, linear_mu
 from verst.families.latent_stats import denormalised, normalised
 from verst.families.loading import config_of, load_components
@@ -167,9 +167,6 @@ class QwenImage:
         x0 = denormalised(latents["visual"].unsqueeze(2).to(vae.dtype), vae)
         pixels = vae.decode(x0, return_dict=False)[0]
         return (pixels / 2 + 0.5).clamp(0, 1).float().transpose(1, 2)
-
-    def decode(self, components: Components, latents: Latents) -> Tensor:
-        return to_uint8(self.decode_pixels(components, latents))
 
     def decode_audio(self, components: Components, latents: Latents) -> None:
         return None

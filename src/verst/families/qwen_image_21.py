@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from verst.errors import RequestError
-from verst.families.base import ALL_PARTS, ANY_IMAGES, Components, Part, SamplingDefaults, to_uint8
+from verst.families.base import ALL_PARTS, ANY_IMAGES, Components, Part, SamplingDefaults
 from verst.families.dynamic_shift import euler_schedule, falling_sigmas, linear_mu
 from verst.families.loading import config_of, index_of, load_components
 from verst.families.patches import token_grid
@@ -183,9 +183,6 @@ class QwenImage21:
         rgba = (vae.decode(x0, return_dict=False)[0][:, :, 0] / 2 + 0.5).clamp(0, 1).float()
         colours, opacity = rgba[:, :3], rgba[:, 3:]
         return (colours * opacity + (1 - opacity)).unsqueeze(1)
-
-    def decode(self, components: Components, latents: Latents) -> Tensor:
-        return to_uint8(self.decode_pixels(components, latents))
 
     def decode_audio(self, components: Components, latents: Latents) -> None:
         return None

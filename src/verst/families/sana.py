@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from verst.errors import RequestError
-from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
+from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.loading import config_of, load_components, take_contiguous
 from verst.families.sizes import check_is_image, check_pixels
 from verst.families.video import euler_on_flow_sigmas, module_dtype, whole_timesteps
@@ -170,9 +170,6 @@ class Sana:
         vae = components.modules["vae"]
         pixels = vae.decode(latents["visual"].to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0]
         return (pixels / 2 + 0.5).clamp(0, 1).float().unsqueeze(1)
-
-    def decode(self, components: Components, latents: Latents) -> Tensor:
-        return to_uint8(self.decode_pixels(components, latents))
 
     def decode_audio(self, components: Components, latents: Latents) -> None:
         return None

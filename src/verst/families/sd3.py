@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from verst.errors import RequestError
-from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
+from verst.families import autoencoder_kl
+from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.loading import config_of, load_components
 from verst.flow.guidance import classifier_free
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
@@ -137,21 +138,11 @@ class Sd3:
         negative, positive = v.chunk(2)
         return {"visual": classifier_free(positive, negative, guidance_scale)}
 
-    @torch.no_grad()
     def encode_media(self, components: Components, media: Tensor) -> Latents:
-        vae = components.modules["vae"]
-        pixels = media[:, 0].permute(0, 3, 1, 2).to(components.device, vae.dtype) / 127.5 - 1
-        x0 = vae.encode(pixels).latent_dist.mode()
-        return {"visual": ((x0 - vae.config.shift_factor) * vae.config.scaling_factor).float()}
+        return {"visual": autoencoder_kl.encode_images(components.modules["vae"], media, components.device)}
 
-    @torch.no_grad()
     def decode_pixels(self, components: Components, latents: Latents) -> Tensor:
-        vae = components.modules["vae"]
-        x0 = latents["visual"].to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
-        return (vae.decode(x0, return_dict=False)[0] / 2 + 0.5).clamp(0, 1).float().unsqueeze(1)
-
-    def decode(self, components: Components, latents: Latents) -> Tensor:
-        return to_uint8(self.decode_pixels(components, latents))
+        return autoencoder_kl.decode_images(components.modules["vae"], latents["visual"])
 
     def decode_audio(self, components: Components, latents: Latents) -> None:
         return None

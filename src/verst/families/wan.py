@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from verst.errors import ModelError, RequestError
-from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults, to_uint8
+from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.latent_stats import denormalised, normalised
 from verst.families.loading import config_of, load_components
 from verst.families.ranks import max_over_ranks
@@ -201,9 +201,6 @@ class Wan:
     def decode_pixels(self, components: Components, latents: Latents) -> Tensor:
         vae = components.modules["vae"]
         return to_pixels(vae.decode(denormalised(latents["visual"].to(vae.dtype), vae), return_dict=False)[0])
-
-    def decode(self, components: Components, latents: Latents) -> Tensor:
-        return to_uint8(self.decode_pixels(components, latents))
 
     def decode_audio(self, components: Components, latents: Latents) -> None:
         return None

@@ -15,6 +15,7 @@ from verst.config.recipe import SftRecipe, reward_name
 from verst.config.sections import SizedSamplingConfig
 from verst.errors import RewardError
 from verst.families import Components
+from verst.families.base import to_uint8
 from verst.flow.denoise import denoise
 from verst.flow.noise import SampleNoise, derive_seed
 from verst.rewards.local import LocalRewards
@@ -102,7 +103,7 @@ def sample(
         return family.velocity(components.transformer, x, sigmas, conditioning, guidance_scale=sampling.guidance_scale)
 
     schedulers = family.schedule(components, geometry, num_steps=sampling.num_steps, shift=sampling.sigma_shift)
-    return family.decode(components, denoise(velocity, latents, schedulers)).cpu()
+    return to_uint8(family.decode_pixels(components, denoise(velocity, latents, schedulers))).cpu()
 
 
 def _condition(
