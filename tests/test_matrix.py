@@ -7,9 +7,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from verst.config import parse_recipe
 from verst.engine.worker import Worker
+from verst.errors import ConfigError
 from verst.families.tiny import TINY
 from verst.loops.batch import make_batch
 from verst.loops.matrix import ALGORITHMS, FINETUNES, one_rank, run_cell, sample_groups, tiny_recipe
@@ -41,3 +43,28 @@ def test_a_batch_of_one_agrees_to_the_bit() -> None:
         groups = sample_groups(recipe, worker)
         policy = trainer.update(make_batch(recipe, groups).shares[0]).policy
     assert policy["ratio_max_deviation"] == policy["log_prob_max_difference"] == 0.0
+
+
+@pytest.mark.parametrize("algorithm", ["flow_grpo", "nft"])
+def test_streams_are_weighted_in_the_loss(algorithm: str) -> None:
+    """The gradient of two streams is the weighted sum of each alone: sound counts half, or not at all."""
+    tables = tiny_recipe("ltx2", algorithm, "full", folder=_folder()).model_dump(mode="json", exclude_none=True)
+    tables["trainer"]["grad_clip"] = 1e9
+    gradients = []
+    for weights in ({"audio": 0.0}, {"visual": 0.0}, {"audio": 0.5}):
+        recipe = parse_recipe({**tables, "algorithm": {**tables["algorithm"], "stream_weights": weights}})
+        with one_rank(recipe) as trainer:
+            trainer.update(make_batch(recipe, sample_groups(recipe, Worker(recipe.model.path))).shares[0])
+            named = trainer.core.named
+            gradients.append({n: p.grad.full_tensor().clone() for n, p in named.items() if p.grad is not None})
+    picture, sound, both = gradients
+    assert max(float(g.abs().max()) for g in sound.values()) > 0
+    for name, gradient in both.items():
+        torch.testing.assert_close(gradient, picture[name] + 0.5 * sound[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_weight_of_a_stream_that_is_not_there_is_refused() -> None:
+    tables = tiny_recipe("sd3", "flow_grpo", "lora", folder=_folder()).model_dump(mode="json", exclude_none=True)
+    recipe = parse_recipe({**tables, "algorithm": {**tables["algorithm"], "stream_weights": {"audio": 1.0}}})
+    with pytest.raises(ConfigError, match=r"names audio; sd3 has the streams visual"), one_rank(recipe):
+        pass

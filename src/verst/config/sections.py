@@ -227,8 +227,14 @@ class EmaReference(Section):
     """The reference is the moving average of the policy; needs trainer.ema_decay."""
 
 
+StreamWeights = dict[Literal["visual", "audio"], NonNegativeFloat]
+"""Latent stream -> weight of its loss; 1 where it is not named."""
+
+
 class FlowGrpoConfig(Section):
     type: Literal["flow_grpo"] = "flow_grpo"
+    stream_weights: StreamWeights = Field(default_factory=dict)
+    """Of families with sound: weight of each latent stream in the loss, e.g. { audio = 0.5 }; unset = 1."""
     clip_low: PositiveFloat = 1e-4
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: PositiveFloat = 1e-4
@@ -244,6 +250,8 @@ class FlowGrpoConfig(Section):
 
 class NftConfig(Section):
     type: Literal["nft"] = "nft"
+    stream_weights: StreamWeights = Field(default_factory=dict)
+    """Of families with sound: weight of each latent stream in the loss, e.g. { audio = 0.5 }; unset = 1."""
     beta: PositiveFloat = 1.0
     """How far the implicit positive and negative policies stand from the old one (published: 1; 0.1 for OCR)."""
     advantage_clip: PositiveFloat = 5.0

@@ -82,7 +82,7 @@ class FlowGrpo:
         for name, log_prob in joint_log_prob(steps, tile, reduction=self._reduction).items():
             old = tile.old_log_probs[name]
             out = policy_loss(log_prob, old, tile.advantages, clip_low=config.clip_low, clip_high=config.clip_high)
-            per_pair = per_pair + out.loss
+            per_pair = per_pair + stream_weight(config, name) * out.loss
             clipped = torch.maximum(clipped, out.clipped)
             deviation = torch.maximum(deviation, (out.ratio.detach() - 1).abs())
             difference = torch.maximum(difference, (log_prob.detach() - old).abs())
@@ -107,7 +107,9 @@ class FlowGrpo:
             if self._config.kl_form == "no_dt":
                 dt = tile.next_sigmas[name] - tile.sigmas[name]
                 std = std / transitions.per_row(torch.sqrt(-dt), step.mean)
-            total = total + transitions.gaussian_kl(step.mean, reference[name].mean, std)
+            total = total + stream_weight(self._config, name) * transitions.gaussian_kl(
+                step.mean, reference[name].mean, std
+            )
         return total
 
     def _distribution(self, module: nn.Module, tile: Tile) -> dict[str, transitions.StepDistribution]:
@@ -177,11 +179,11 @@ class Nft:
                 beta=config.beta,
                 advantage_clip=config.advantage_clip,
             )
-            per_pair = per_pair + out.loss
+            per_pair = per_pair + stream_weight(config, name) * out.loss
             positive, negative = positive + out.positive.detach(), negative + out.negative.detach()
             distance = distance + _mean_square(v.detach() - v_old[name])
             if v_ref is not None:
-                kl = kl + _mean_square(v - v_ref[name])
+                kl = kl + stream_weight(config, name) * _mean_square(v - v_ref[name])
         loss = ((per_pair + config.kl_beta * kl) * tile.weight).sum() / num_pairs
         sums = {"positive_loss": positive, "negative_loss": negative, "kl": kl.detach(), "old_distance": distance}
         return TileLoss(loss=loss, sums={name: (value * tile.weight).sum() for name, value in sums.items()})
@@ -210,6 +212,11 @@ class Nft:
 
     def tensors(self) -> dict[str, Tensor]:
         return {"old.rollouts": self._rollouts, **{f"old.{name}": value for name, value in self._old.shadow.items()}}
+
+
+def stream_weight(config: s.FlowGrpoConfig | s.NftConfig, name: str) -> float:
+    """Weight of one latent stream's loss and KL."""
+    return {str(stream): weight for stream, weight in config.stream_weights.items()}.get(name, 1.0)
 
 
 def _mean_square(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verst.config import sections as s
 from verst.config.recipe import RlRecipe
+from verst.errors import ConfigError
 from verst.families import recognise
 from verst.flow.noise import derive_seed
 from verst.trainer import checkpoint
@@ -53,6 +54,12 @@ class RlTrainer:
             torch.set_num_threads(recipe.run.threads)
         self._mesh = join_mesh(rank=rank, world_size=world_size, store=store, device=device)
         self.family = recognise(recipe.model.path)
+        absent = sorted(set(recipe.algorithm.stream_weights) - set(self.family.streams))
+        if absent:
+            raise ConfigError(
+                f"algorithm.stream_weights names {', '.join(absent)}; {self.family.name} has the streams "
+                f"{', '.join(self.family.streams)}"
+            )
         self._lora = lora_spec(recipe, self.family.lora_targets)
         self._build(recipe, self._mesh)
         self._publication: Publication | None = None
