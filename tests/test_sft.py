@@ -245,6 +245,14 @@ def test_wrong_combinations_are_refused(
         parse_recipe(data)
 
 
+def test_families_that_need_more_than_pictures_are_refused(tiny: Path, tmp_path: Path) -> None:
+    model = build_tiny("ltx2", tmp_path / "ltx2")
+    with pytest.raises(
+        ConfigError, match=r"family ltx2, which needs sound or condition images; data\.type = text_lines"
+    ):
+        run(tables(tiny, tmp_path, model={"path": str(model)}))
+
+
 def test_tiles_add_up_to_the_batch(tiny: Path, tmp_path: Path) -> None:
     one, four = (parse_recipe(tables(tiny, tmp_path, trainer={"tile_size": size})) for size in (8, 2))
     assert isinstance(one, SftRecipe)

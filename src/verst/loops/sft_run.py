@@ -18,6 +18,7 @@ from verst.config.recipe import SftRecipe
 from verst.config.sections import LoraFinetune
 from verst.errors import ConfigError, InvariantError, PromptError
 from verst.families import ALL_PARTS, Components, recognise
+from verst.families.base import ANY_IMAGES
 from verst.families.tiny import build_glyphs
 from verst.loops.autoencoder import train_autoencoder
 from verst.loops.pipeline_folder import save_pipeline
@@ -220,6 +221,11 @@ def _load(recipe: SftRecipe, device: torch.device, prompts: list[str]) -> Compon
     if recipe.init == "glyphs" and not path.exists():
         build_glyphs(path, seed=recipe.run.seed)
     family = recognise(path)
+    if family.streams != ("visual",) or family.num_images not in (0, ANY_IMAGES):
+        raise ConfigError(
+            f"model.path = {str(path)!r} is of the family {family.name}, which needs sound or condition images; data.type = "
+            f"{recipe.data.type} has captions and pictures only"
+        )
     components = family.load(path, parts=ALL_PARTS, dtype=torch.float32, device=device)
     family.check_geometry(components, Geometry(height=recipe.sampling.height, width=recipe.sampling.width))
     length = recipe.model.max_sequence_length
