@@ -36,6 +36,8 @@ class Report:
         self._progress = make_progress(name=recipe.run.name, total=recipe.run.iterations, quiet=quiet)
         self._tensorboard: TensorBoardLog | None = None
         self._masked = 0
+        self._shown: list[str] = []
+        """Prompts of the pictures that were saved last."""
 
     def resume_at(self, iteration: int) -> None:
         """Forget what an earlier process wrote of later iterations: they are made again."""
@@ -66,6 +68,7 @@ class Report:
             f"{prompt}  {'masked' if math.isnan(reward) else f'{reward:.2f}'}"
             for prompt, reward in zip(prompts, rewards, strict=True)
         ]
+        self._shown = list(prompts)
         picture = grid(media, captions)
         save_png(self._folder.samples / f"step_{iteration:08d}.png", picture)
         np.save(self._folder.samples / f"step_{iteration:08d}.npy", media)
@@ -125,4 +128,5 @@ class Report:
             return None
         before, after = np.load(arrays[0]), np.load(arrays[-1])
         count = min(8, len(before))
-        return save_png(self._folder.path / "before_after.png", before_after(before[:count], after[:count]))
+        strip = before_after(before[:count], after[:count], self._shown[:count] or None)
+        return save_png(self._folder.path / "before_after.png", strip)
