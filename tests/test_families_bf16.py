@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from verst.config import parse_recipe
 from verst.engine.worker import Worker
+from verst.errors import ConfigError
 from verst.families.tiny import build_tiny
 from verst.loops.batch import make_batch
 from verst.loops.matrix import one_rank, sample_groups, tiny_recipe, velocity_probe
@@ -60,3 +61,12 @@ def test_engine_and_trainer_agree_in_bf16(name: str) -> None:
         assert all(torch.equal(ours[stream], theirs[stream]) for stream in ours)
         policy = trainer.update(make_batch(recipe, groups).shares[0]).policy
     assert policy["ratio_max_deviation"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["wan2.1", "krea2"])
+def test_full_weights_with_modules_kept_in_fp32_are_refused(name: str) -> None:
+    tables = tiny_recipe(name, "flow_grpo", "full", folder=_folder()).model_dump(mode="json", exclude_none=True)
+    tables["model"]["dtype"] = "bfloat16"
+    refused = pytest.raises(ConfigError, match=r"model\.dtype = bfloat16 with .*finetune lora, or dtype float32")
+    with refused, one_rank(parse_recipe(tables)):
+        pass

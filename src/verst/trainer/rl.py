@@ -23,7 +23,7 @@ from verst.trainer.objectives import OBJECTIVES, Policies
 from verst.trainer.pairs import PairBlock, tiles_of
 from verst.trainer.parallel import join_mesh, leave_mesh, shard
 from verst.trainer.policies import ReferencePolicy, frozen_copy
-from verst.weights.lora import LoraSpec, attach_lora
+from verst.weights.lora import LoraSpec, adaptable, attach_lora
 from verst.weights.manifest import Manifest
 from verst.weights.send import Publication, trained_tensors
 
@@ -52,7 +52,6 @@ class RlTrainer:
         self._dtype = DTYPES[recipe.model.dtype]
         if recipe.run.threads:
             torch.set_num_threads(recipe.run.threads)
-        self._mesh = join_mesh(rank=rank, world_size=world_size, store=store, device=device)
         self.family = recognise(recipe.model.path)
         absent = sorted(set(recipe.algorithm.stream_weights) - set(self.family.streams))
         if absent:
@@ -61,7 +60,12 @@ class RlTrainer:
                 f"{', '.join(self.family.streams)}"
             )
         self._lora = lora_spec(recipe, self.family.lora_targets)
-        self._build(recipe, self._mesh)
+        self._mesh = join_mesh(rank=rank, world_size=world_size, store=store, device=device)
+        try:
+            self._build(recipe, self._mesh)
+        except BaseException:
+            leave_mesh()
+            raise
         self._publication: Publication | None = None
 
     def _build(self, recipe: RlRecipe, mesh: DeviceMesh) -> None:
@@ -77,6 +81,7 @@ class RlTrainer:
         # Every rank draws the same A matrices; FSDP2 then keeps its own shard of them.
         torch.manual_seed(derive_seed(recipe.run.seed, "lora") % 2**32)
         if self._lora is None:
+            self._refuse_fp32_islands()
             self.transformer.requires_grad_(True)
         else:
             attach_lora(self.transformer, self._lora)
@@ -99,6 +104,15 @@ class RlTrainer:
             family=self.family, live=self.transformer, core=self.core, reference=reference, dtype=self._dtype
         )
         self._objective = OBJECTIVES[type(config)](recipe, policies)
+
+    def _refuse_fp32_islands(self) -> None:
+        """An engine computes the modules that diffusers never casts in fp32; sharded for training they would be cast."""
+        kept = sorted({name for model in adaptable(self.transformer) for name in model._keep_in_fp32_modules or ()})
+        if kept and self._dtype != torch.float32:
+            raise ConfigError(
+                f"model.dtype = {self._recipe.model.dtype} with model.finetune.type = full: {self.family.name} keeps "
+                f"{', '.join(kept)} in float32, which full fine-tuning cannot do yet; use finetune lora, or dtype float32"
+            )
 
     def update(self, steps: Sequence[Sequence[PairBlock]]) -> UpdateMetrics:
         """One optimizer step for each entry of `steps`: this rank's share of the pairs of that step.
