@@ -107,13 +107,25 @@ def aligned(pipeline: Any) -> Any:
     return pipeline
 
 
+def call_pipeline(pipeline: Any, tiny: Tiny, *, prompt: str, seed: int) -> Any:
+    """The pipeline's output for what `tiny` asks for, as numpy arrays."""
+    takes_negative = "negative_prompt" in inspect.signature(type(pipeline).__call__).parameters
+    return pipeline(
+        prompt=prompt,
+        generator=torch.Generator().manual_seed(seed),
+        output_type="np",
+        **({"negative_prompt": tiny.negative_prompt} if takes_negative else {}),
+        **_images_of_call(tiny),
+        **tiny.call,
+    )
+
+
 @functools.cache
 def run_pipeline(name: str, *, prompt: str | None = None, seed: int = 11) -> PipelineRun:
     """Plain diffusers on the tiny folder, every scheduler step recorded; media as numpy arrays."""
     tiny = TINY[name]
     folder = tiny_folder(name)
     pipeline = aligned(plain_pipeline(folder, tiny))
-    takes_negative = "negative_prompt" in inspect.signature(type(pipeline).__call__).parameters
     steps: dict[int, list[PipelineStep]] = {}
     scheduler_class = type(pipeline.scheduler)
     original = scheduler_class.step
@@ -130,14 +142,7 @@ def run_pipeline(name: str, *, prompt: str | None = None, seed: int = 11) -> Pip
 
     scheduler_class.step = step
     try:
-        media = pipeline(
-            prompt=prompt or tiny.prompts[0],
-            generator=torch.Generator().manual_seed(seed),
-            output_type="np",
-            **({"negative_prompt": tiny.negative_prompt} if takes_negative else {}),
-            **_images_of_call(tiny),
-            **tiny.call,
-        )
+        media = call_pipeline(pipeline, tiny, prompt=prompt or tiny.prompts[0], seed=seed)
     finally:
         scheduler_class.step = original
     return PipelineRun(streams=list(steps.values()), media=media)
