@@ -67,9 +67,7 @@ def test_deterministic_rollout_makes_the_pipelines_media(name: str) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_row_is_the_same_alone_and_in_a_batch(name: str) -> None:
     worker = tiny_worker(name)
-    if worker.family.max_batch == 1:
-        pytest.skip("this model takes one sample a call")
-    both = TINY[name].prompts if not worker.family.same_prompt_batch else (TINY[name].prompts[0],) * 2
+    both = TINY[name].prompts
     conditioning = _conditioning(name, *both)
     assert conditioning.geometry is not None
     shapes = worker.family.latent_shapes(worker.components, conditioning.geometry)

@@ -65,10 +65,6 @@ class Family(Protocol):
     """Default module name suffixes of a LoRA."""
     fsdp_blocks: tuple[str, ...]
     """Class names of the repeated blocks that FSDP2 shards one by one."""
-    same_prompt_batch: bool
-    """The model's result for a row depends on the other rows' prompts: a batch holds one prompt only."""
-    max_batch: int | None
-    """Samples that the transformer takes in one call; None = any number."""
     unguided_scale: float
     """The largest guidance_scale that is no guidance, so that the negative prompt is never read: 1 as a rule, 0 where
     the formula is c + g (c - u), infinity in a model without an unconditional side."""

@@ -65,8 +65,6 @@ class Cosmos3:
         "mlp_moe_gen.gate_proj", "mlp_moe_gen.up_proj", "mlp_moe_gen.down_proj",
     )  # fmt: skip
     fsdp_blocks: tuple[str, ...] = ("Cosmos3VLTextMoTDecoderLayer",)
-    same_prompt_batch: bool = False
-    max_batch: int | None = None
     # Any scale but 1 is guidance, also one below.
     unguided_scale: float = -1.0
     num_images: int = 0

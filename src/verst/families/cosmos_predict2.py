@@ -44,8 +44,6 @@ class CosmosPredict2:
     streams: tuple[str, ...] = ("visual",)
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
     fsdp_blocks: tuple[str, ...] = ("CosmosTransformerBlock",)
-    same_prompt_batch: bool = False
-    max_batch: int | None = None
     unguided_scale: float = 1.0
     own_guidance: str = "c + g (c - u), from g = 1 on"
     num_images: int = 0

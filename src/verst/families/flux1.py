@@ -39,8 +39,6 @@ class Flux1:
         "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
     )  # fmt: skip
     fsdp_blocks: tuple[str, ...] = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
-    same_prompt_batch: bool = False
-    max_batch: int | None = None
     unguided_scale: float = math.inf
     num_images: int = 0
 

@@ -36,8 +36,6 @@ class _Lineage:
     """Latents [B, C, T, H, W], one scale around an autoencoder, a static shift over linspace(1, 0)."""
 
     streams: tuple[str, ...] = ("visual",)
-    same_prompt_batch: bool = False
-    max_batch: int | None = None
     num_images: int = 0
     name: str
     _spatial: int

@@ -36,8 +36,6 @@ class Krea2:
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.to_gate", "ff.up", "ff.down",
     )  # fmt: skip
     fsdp_blocks: tuple[str, ...] = ("Krea2TransformerBlock", "Krea2TextFusionBlock")
-    same_prompt_batch: bool = False
-    max_batch: int | None = None
     unguided_scale: float = 0.0
     own_guidance: str = "c + g (c - u)"
     num_images: int = 0

@@ -72,8 +72,6 @@ class Ltx2:
     streams: tuple[str, ...] = ("visual", "audio")
     lora_targets: tuple[str, ...] = tuple(f"{a}.{p}" for a in _ATTENTIONS for p in _PROJECTIONS)
     fsdp_blocks: tuple[str, ...] = ("LTX2VideoTransformerBlock",)
-    same_prompt_batch: bool = False
-    max_batch: int | None = None
     unguided_scale: float = 1.0
     num_images: int = 0
 

@@ -47,8 +47,6 @@ class MiniMaxH3:
     streams: tuple[str, ...] = ("visual", "audio")
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
     fsdp_blocks: tuple[str, ...] = ("MiniMaxH3TransformerBlock", "MiniMaxH3TokenRefinerBlock")
-    same_prompt_batch: bool = False
-    max_batch: int | None = None
     unguided_scale: float = math.inf
     num_images: int = 0
 

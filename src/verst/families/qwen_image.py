@@ -29,8 +29,6 @@ class QwenImage:
     streams: tuple[str, ...] = ("visual",)
     lora_targets: tuple[str, ...] = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     fsdp_blocks: tuple[str, ...] = ("QwenImageTransformerBlock",)
-    same_prompt_batch: bool = False
-    max_batch: int | None = None
     unguided_scale: float = 1.0
     num_images: int = 0
     parts: dict[Part, tuple[str, ...]] = {  # noqa: RUF012

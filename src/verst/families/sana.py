@@ -35,8 +35,6 @@ class Sana:
     streams: tuple[str, ...] = ("visual",)
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v")
     fsdp_blocks: tuple[str, ...] = ("SanaTransformerBlock",)
-    same_prompt_batch: bool = False
-    max_batch: int | None = None
     unguided_scale: float = 1.0
     num_images: int = 0
 

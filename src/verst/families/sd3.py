@@ -34,8 +34,6 @@ class Sd3:
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
     )  # fmt: skip
     fsdp_blocks: tuple[str, ...] = ("JointTransformerBlock",)
-    same_prompt_batch: bool = False
-    max_batch: int | None = None
     unguided_scale: float = 1.0
     num_images: int = 0
 

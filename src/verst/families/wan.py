@@ -37,8 +37,6 @@ class Wan:
     streams: tuple[str, ...] = ("visual",)
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
     fsdp_blocks: tuple[str, ...] = ("WanTransformerBlock",)
-    same_prompt_batch: bool = False
-    max_batch: int | None = None
     unguided_scale: float = 1.0
     num_images: int = 0
 

@@ -33,8 +33,6 @@ class ZImage:
     streams: tuple[str, ...] = ("visual",)
     lora_targets: tuple[str, ...] = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
     fsdp_blocks: tuple[str, ...] = ("ZImageTransformerBlock",)
-    same_prompt_batch: bool = False
-    max_batch: int | None = None
     unguided_scale: float = 0.0
     own_guidance: str = "c + g (c - u)"
     num_images: int = 0
