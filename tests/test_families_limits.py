@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_fixtures import generate, request_of, tiny_folder, tiny_worker
+from family_fixtures import generate, request_of, tiny_folder, tiny_image, tiny_worker
 
 from verst.engine.resolve import resolve
 from verst.errors import PromptError, RequestError
@@ -76,9 +76,8 @@ def test_what_does_not_fit_is_refused_with_what_does(name: str, change: dict[str
 
 @pytest.mark.parametrize("name", ["krea2", "z-image", "sana", "cosmos3", "cosmos-predict2.5", "minimax-h3"])
 def test_no_picture_is_taken(name: str) -> None:
-    worker = tiny_worker(name)
-    with pytest.raises(RequestError, match="no condition image"):
-        worker.family.encode_images(worker.components, [], Geometry(height=32, width=32))
+    with pytest.raises(RequestError, match="image"):
+        generate(tiny_worker(name), request_of(name, image_path=[str(tiny_image(0))]))
 
 
 @pytest.mark.parametrize("name", ["krea2", "z-image", "sana", "cosmos3", "minimax-h3"])

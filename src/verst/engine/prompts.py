@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verst.engine.images import ConditionImages
 from verst.families import Components
-from verst.families.base import SeesImages
+from verst.families.base import SeesImages, TakesImages
 from verst.types import Geometry, join_rows
 
 Row = dict[str, Tensor]
@@ -65,6 +65,7 @@ class PromptCache:
             found[prompt] = self._row(key, functools.partial(_encode, components, key, seen))
         rows = join_rows([found[prompt] for prompt in prompts])
         if images.pixels:
+            assert isinstance(family, TakesImages), f"{family.name} was given condition images"
             image_key = _ImageKey(images.digest, geometry)
             row = self._row(
                 image_key, functools.partial(family.encode_images, components, images.pixels, geometry), counted=False

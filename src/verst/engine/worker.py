@@ -20,6 +20,7 @@ from verst.engine.records import Decoded, sample_records
 from verst.engine.resolve import Resolved
 from verst.errors import EngineError, InvariantError, RequestError
 from verst.families import ALL_PARTS, recognise
+from verst.families.base import HasSound
 from verst.flow.controller import join_transitions
 from verst.flow.denoise import denoise
 from verst.flow.guidance import in_two_passes
@@ -227,7 +228,8 @@ class Worker:
 
     def _decode(self, latents: Latents) -> Decoded:
         pixels = self.family.decode_pixels(self.components, latents)
-        audio, sample_rate = self.family.decode_audio(self.components, latents) or (None, None)
+        sound = self.family.decode_audio(self.components, latents) if isinstance(self.family, HasSound) else None
+        audio, sample_rate = sound or (None, None)
         return Decoded(pixels=pixels, audio=audio, sample_rate=sample_rate)
 
     def _clock(self) -> float:

@@ -129,20 +129,27 @@ class Family(Protocol):
     def decode_pixels(self, components: Components, latents: Latents) -> Tensor:
         """Clean latents -> fp32 [B, F, 3, H, W] in [0, 1]."""
 
-    def decode_audio(self, components: Components, latents: Latents) -> tuple[Tensor, int] | None:
-        """Clean latents -> (fp32 [B, channels, n] in [-1, 1], samples a second); None for a family without sound."""
-
-    def encode_images(self, components: Components, images: Sequence[Tensor], geometry: Geometry) -> dict[str, Tensor]:
-        """Condition images (uint8 [H, W, 3] each) as conditioning rows [1, ...] of both sides.
-
-        Raises RequestError in a family that takes none.
-        """
-
     def pack(self, latents: Latents, geometry: Geometry) -> Latents:
         """Our layout ([B, C, H, W], [B, C, T, H, W], ...) -> the one in which diffusers' pipeline steps the stream."""
 
     def unpack(self, latents: Latents, geometry: Geometry) -> Latents:
         """The inverse of `pack`."""
+
+
+@runtime_checkable
+class HasSound(Protocol):
+    """A family that makes sound."""
+
+    def decode_audio(self, components: Components, latents: Latents) -> tuple[Tensor, int] | None:
+        """Clean latents -> (fp32 [B, channels, n] in [-1, 1], samples a second); None where `latents` holds no sound."""
+
+
+@runtime_checkable
+class TakesImages(Protocol):
+    """A family whose `num_images` is not 0."""
+
+    def encode_images(self, components: Components, images: Sequence[Tensor], geometry: Geometry) -> dict[str, Tensor]:
+        """Condition images (uint8 [H, W, 3] each) as conditioning rows [1, ...] of both sides."""
 
 
 @runtime_checkable

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from verst.errors import RequestError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.latent_stats import denormalised, normalised
 from verst.families.loading import config_of, index_of, load_components
@@ -261,9 +260,6 @@ class Cosmos3:
             return None
         sound = components.modules["sound_tokenizer"]
         return sound.decode(latents["audio"].to(sound.dtype)).float(), sound.config.sampling_rate
-
-    def encode_images(self, components: Components, images: Sequence[Tensor], geometry: Geometry) -> dict[str, Tensor]:
-        raise RequestError(f"{self.name} takes no condition image")
 
     def pack(self, latents: Latents, geometry: Geometry) -> Latents:
         """The pipeline steps one sample with a batch dimension of its own: visual [B, 1, C, T, H, W]."""

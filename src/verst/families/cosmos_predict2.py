@@ -158,12 +158,6 @@ class CosmosPredict2:
         vae = components.modules["vae"]
         return to_pixels(vae.decode(denormalised(latents["visual"].float(), vae).to(vae.dtype), return_dict=False)[0])
 
-    def decode_audio(self, components: Components, latents: Latents) -> None:
-        return None
-
-    def encode_images(self, components: Components, images: Sequence[Tensor], geometry: Geometry) -> dict[str, Tensor]:
-        raise RequestError(f"{self.name} takes no condition image")
-
     def pack(self, latents: Latents, geometry: Geometry) -> Latents:
         return latents
 

@@ -171,9 +171,6 @@ class Flux2:
         x0 = _unpatchify(latents["visual"].to(vae.dtype) * std + mean)
         return (vae.decode(x0, return_dict=False)[0] / 2 + 0.5).clamp(0, 1).float().unsqueeze(1)
 
-    def decode_audio(self, components: Components, latents: Latents) -> None:
-        return None
-
     def geometry_of(self, components: Components, images: Sequence[Tensor]) -> Geometry:
         """The size of the first condition image, as the model sees it."""
         picture = _checked(images[0], multiple=2 * _vae_factor(components))[0]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from verst.errors import ModelError, RequestError
+from verst.errors import ModelError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.dynamic_shift import euler_schedule
 from verst.families.loading import config_of, load_components
@@ -73,12 +73,6 @@ class _Lineage:
         vae = components.modules["vae"]
         x0 = latents["visual"].to(vae.dtype) / vae.config.scaling_factor
         return to_pixels(torch.cat([vae.decode(row, return_dict=False)[0] for row in x0.split(1)]))
-
-    def decode_audio(self, components: Components, latents: Latents) -> None:
-        return None
-
-    def encode_images(self, components: Components, images: Sequence[Tensor], geometry: Geometry) -> dict[str, Tensor]:
-        raise RequestError(f"{self.name} takes no condition image")
 
     def pack(self, latents: Latents, geometry: Geometry) -> Latents:
         return latents

@@ -243,9 +243,6 @@ class Ltx2:
         wave: Tensor = vocoder(vae.decode(x0, return_dict=False)[0])
         return wave.float(), int(vocoder.config.output_sampling_rate)
 
-    def encode_images(self, components: Components, images: Sequence[Tensor], geometry: Geometry) -> dict[str, Tensor]:
-        raise RequestError(f"{self.name} takes no condition image")
-
     def pack(self, latents: Latents, geometry: Geometry) -> Latents:
         return _pack(latents)
 

@@ -198,9 +198,6 @@ class MiniMaxH3:
         audio: Tensor = vae.decode(x * std + mean, return_dict=False)[0].float()
         return audio.reshape(len(rows), _AUDIO_CHANNELS, -1), vae.config.sampling_rate
 
-    def encode_images(self, components: Components, images: Sequence[Tensor], geometry: Geometry) -> dict[str, Tensor]:
-        raise RequestError(f"{self.name} takes no condition image")
-
     def pack(self, latents: Latents, geometry: Geometry) -> Latents:
         """The pipeline steps rows without a batch dimension: visual [B Nv, 4 C], audio [B 2 N, C]."""
         return {"visual": _pack(latents["visual"]).flatten(0, 1), "audio": latents["audio"].flatten(0, 1)}

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verst.errors import RequestError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.dynamic_shift import euler_schedule, falling_sigmas, linear_mu
 from verst.families.latent_stats import denormalised, normalised
@@ -165,12 +164,6 @@ class QwenImage:
         x0 = denormalised(latents["visual"].unsqueeze(2).to(vae.dtype), vae)
         pixels = vae.decode(x0, return_dict=False)[0]
         return (pixels / 2 + 0.5).clamp(0, 1).float().transpose(1, 2)
-
-    def decode_audio(self, components: Components, latents: Latents) -> None:
-        return None
-
-    def encode_images(self, components: Components, images: Sequence[Tensor], geometry: Geometry) -> dict[str, Tensor]:
-        raise RequestError(f"{self.name} takes no condition image")
 
     def pack(self, latents: Latents, geometry: Geometry) -> Latents:
         return {"visual": pack_frames(self._frames(latents["visual"]))}

@@ -182,9 +182,6 @@ class QwenImage21:
         colours, opacity = rgba[:, :3], rgba[:, 3:]
         return (colours * opacity + (1 - opacity)).unsqueeze(1)
 
-    def decode_audio(self, components: Components, latents: Latents) -> None:
-        return None
-
     def pack(self, latents: Latents, geometry: Geometry) -> Latents:
         return {"visual": latents["visual"].flatten(2).transpose(1, 2)}
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verst.errors import RequestError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.loading import config_of, load_components, take_contiguous
 from verst.families.sizes import check_is_image, check_pixels
@@ -168,12 +167,6 @@ class Sana:
         vae = components.modules["vae"]
         pixels = vae.decode(latents["visual"].to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0]
         return (pixels / 2 + 0.5).clamp(0, 1).float().unsqueeze(1)
-
-    def decode_audio(self, components: Components, latents: Latents) -> None:
-        return None
-
-    def encode_images(self, components: Components, images: Sequence[Tensor], geometry: Geometry) -> dict[str, Tensor]:
-        raise RequestError(f"{self.name} takes no condition image")
 
     def pack(self, latents: Latents, geometry: Geometry) -> Latents:
         return latents

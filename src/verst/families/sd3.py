@@ -142,12 +142,6 @@ class Sd3:
     def decode_pixels(self, components: Components, latents: Latents) -> Tensor:
         return autoencoder_kl.decode_images(components.modules["vae"], latents["visual"])
 
-    def decode_audio(self, components: Components, latents: Latents) -> None:
-        return None
-
-    def encode_images(self, components: Components, images: Sequence[Tensor], geometry: Geometry) -> dict[str, Tensor]:
-        raise RequestError(f"{self.name} takes no condition image")
-
     def pack(self, latents: Latents, geometry: Geometry) -> Latents:
         return latents
 

@@ -11,7 +11,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from verst.errors import ModelError, RequestError
+from verst.errors import ModelError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.latent_stats import denormalised, normalised
 from verst.families.loading import config_of, load_components
@@ -199,12 +199,6 @@ class Wan:
     def decode_pixels(self, components: Components, latents: Latents) -> Tensor:
         vae = components.modules["vae"]
         return to_pixels(vae.decode(denormalised(latents["visual"].to(vae.dtype), vae), return_dict=False)[0])
-
-    def decode_audio(self, components: Components, latents: Latents) -> None:
-        return None
-
-    def encode_images(self, components: Components, images: Sequence[Tensor], geometry: Geometry) -> dict[str, Tensor]:
-        raise RequestError(f"{self.name} takes no condition image")
 
     def pack(self, latents: Latents, geometry: Geometry) -> Latents:
         return latents

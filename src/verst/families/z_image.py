@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verst.errors import RequestError
 from verst.families import autoencoder_kl
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.dynamic_shift import euler_schedule, linear_mu
@@ -137,12 +136,6 @@ class ZImage:
 
     def decode_pixels(self, components: Components, latents: Latents) -> Tensor:
         return autoencoder_kl.decode_images(components.modules["vae"], latents["visual"])
-
-    def decode_audio(self, components: Components, latents: Latents) -> None:
-        return None
-
-    def encode_images(self, components: Components, images: Sequence[Tensor], geometry: Geometry) -> dict[str, Tensor]:
-        raise RequestError(f"{self.name} takes no condition image")
 
     def pack(self, latents: Latents, geometry: Geometry) -> Latents:
         return latents
