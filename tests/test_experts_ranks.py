@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_fixtures import leave_and_exit
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -57,7 +58,7 @@ def _rank(rank: int, folder: Path) -> None:
     loss.backward()
     gradients = _gradients(components.transformer)
     torch.save({"loss": loss.detach(), "gradients": gradients}, folder / f"rank{rank}")
-    dist.destroy_process_group()
+    leave_and_exit()
 
 
 def test_experts_of_two_ranks(tmp_path: Path) -> None:

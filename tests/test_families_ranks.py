@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from rank_fixtures import leave_and_exit
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -77,7 +78,7 @@ def _rank(rank: int, folder: Path) -> None:
         loss.backward()
         found = {"loss": loss.detach(), "gradients": _gradients(components.transformer)}
         torch.save(found, folder / f"{name}.rank{rank}")
-    dist.destroy_process_group()
+    leave_and_exit()
 
 
 @pytest.fixture(scope="module")

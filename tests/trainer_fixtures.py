@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rank_fixtures import leave_and_exit
 from run_fixtures import recipe_with, tiny_model
 from torch import Tensor
 
@@ -178,3 +179,4 @@ def case_of(folder: Path, *overrides: str, rollouts: Sequence[int] = (0,)) -> tu
 if __name__ == "__main__":
     job, rank, folder = globals()[sys.argv[1]], int(sys.argv[2]), Path(sys.argv[3])
     job(_trainers(rank, folder), rank, folder)
+    leave_and_exit()
