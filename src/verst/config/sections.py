@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from verst.config.algorithms import AdapterOffReference as AdapterOffReference
+
 # `as` marks what is read through this module as well.
+from verst.config.algorithms import AdvantageConfig as AdvantageConfig
+from verst.config.algorithms import AlgorithmConfig as AlgorithmConfig
+from verst.config.algorithms import EmaReference as EmaReference
+from verst.config.algorithms import FlowGrpoConfig as FlowGrpoConfig
+from verst.config.algorithms import FrozenReference as FrozenReference
+from verst.config.algorithms import NftConfig as NftConfig
+from verst.config.algorithms import SftConfig as SftConfig
+from verst.config.algorithms import StreamWeights as StreamWeights
 from verst.config.basis import DType as DType
 from verst.config.basis import (
     Flag,
@@ -19,6 +29,17 @@ from verst.config.basis import (
     UnitFloat,
 )
 from verst.config.basis import Section as Section
+from verst.config.data import AutoencoderConfig as AutoencoderConfig
+from verst.config.data import TextLinesData as TextLinesData
+from verst.config.filters import FilterConfig as FilterConfig
+from verst.config.filters import NoFilter as NoFilter
+from verst.config.filters import ZeroVarianceFilter as ZeroVarianceFilter
+from verst.config.rewards import BrightnessReward as BrightnessReward
+from verst.config.rewards import CustomReward as CustomReward
+from verst.config.rewards import JpegSizeReward as JpegSizeReward
+from verst.config.rewards import OcrReward as OcrReward
+from verst.config.rewards import RewardBase as RewardBase
+from verst.config.rewards import RewardConfig as RewardConfig
 from verst.config.steps import AllSteps as AllSteps
 from verst.config.steps import BranchSteps as BranchSteps
 from verst.config.steps import CpsTransition as CpsTransition
@@ -131,15 +152,6 @@ class ParsersConfig(Section):
     """Processes that decode engine responses off the event loop."""
 
 
-class NoFilter(Section):
-    type: Literal["none"] = "none"
-
-
-class ZeroVarianceFilter(Section):
-    type: Literal["zero_variance"] = "zero_variance"
-    """Drop groups whose samples all got the same reward: they carry no signal."""
-
-
 class RolloutConfig(Section):
     num_groups: PositiveInt
     """Prompts of one rollout."""
@@ -148,141 +160,8 @@ class RolloutConfig(Section):
     microgroup_size: PositiveInt
     """Samples of one engine request; divides group_size."""
     parsers: ParsersConfig = ParsersConfig()
-    filter: Annotated[NoFilter | ZeroVarianceFilter, Field(discriminator="type")] = ZeroVarianceFilter()
+    filter: FilterConfig = ZeroVarianceFilter()
     """Which groups are not trained on."""
-
-
-class RewardBase(Section):
-    weight: Number = 1.0
-    """Weight in the mixture."""
-    workers: PositiveInt = 1
-    """Processes that score microgroups."""
-    attempts: PositiveInt = 3
-    """Calls before a failure is final."""
-    timeout_s: PositiveFloat = 120.0
-    """Seconds one call may take."""
-    on_failure: Literal["stop", "mask"] = "stop"
-    """A final failure stops the run, or leaves the sample out and counts it; it is never a score."""
-
-
-class OcrReward(RewardBase):
-    type: Literal["ocr"] = "ocr"
-    mode: Literal["line", "scene"] = "line"
-    """line: the image is one line of text, recogniser only; scene: find text first."""
-    target: Literal["prompt", "quoted"] = "prompt"
-    """Compare with the whole prompt, or with the text between its double quotes."""
-    threads: NonNegativeInt = 0
-    """CPU threads of the recogniser; 0 = all cores."""
-
-
-class JpegSizeReward(RewardBase):
-    type: Literal["jpeg_size"] = "jpeg_size"
-    quality: Annotated[int, Field(ge=1, le=95, strict=True)] = 95
-    direction: Literal["smaller", "larger"] = "smaller"
-    """Which file size is better."""
-
-
-class BrightnessReward(RewardBase):
-    type: Literal["brightness"] = "brightness"
-    """Mean luma in [0, 1]."""
-
-
-class CustomReward(RewardBase):
-    type: Literal["custom"] = "custom"
-    path: Annotated[str, Field(pattern=r"^([\w.]+:[\w.]+|[\w.-]+)$")]
-    """`module:object`, or the name of an installed entry point of the group verst.rewards: a function called with the
-    samples' media and prompts that returns one number a sample, or a class with such a method `score`."""
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "custom"
-    """Name in metrics."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the function, or of the class when it is made."""
-
-
-RewardConfig = Annotated[OcrReward | JpegSizeReward | BrightnessReward | CustomReward, Field(discriminator="type")]
-
-
-class AdvantageConfig(Section):
-    mixture: Literal["normalize_each", "weighted_sum"] = "normalize_each"
-    """Several rewards: normalise each in its group and then weight (GDPO), or add the raw ones first."""
-    std: Literal["group", "batch", "none"] = "group"
-    """Divide by the standard deviation of the group, of the whole rollout, or not at all."""
-    epsilon: PositiveFloat = 1e-4
-    """Added to the standard deviation."""
-    clamp: PositiveFloat = 5.0
-    """Advantages are clamped to +-clamp."""
-
-
-class AdapterOffReference(Section):
-    type: Literal["adapter_off"] = "adapter_off"
-    """The reference is the base model: LoRA switched off. No memory of its own."""
-
-
-class FrozenReference(Section):
-    type: Literal["frozen"] = "frozen"
-    """The reference is a copy of the weights at the start."""
-
-
-class EmaReference(Section):
-    type: Literal["ema"] = "ema"
-    """The reference is the moving average of the policy; needs trainer.ema_decay."""
-
-
-StreamWeights = dict[Literal["visual", "audio"], NonNegativeFloat]
-"""Latent stream -> weight of its loss; 1 where it is not named."""
-
-
-class FlowGrpoConfig(Section):
-    type: Literal["flow_grpo"] = "flow_grpo"
-    stream_weights: StreamWeights = Field(default_factory=dict)
-    """Of families with sound: weight of each latent stream in the loss, e.g. { audio = 0.5 }; unset = 1."""
-    clip_low: PositiveFloat = 1e-4
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: PositiveFloat = 1e-4
-    kl_beta: NonNegativeFloat = 0.0
-    """Weight of the KL to the reference; 0 = no reference is held."""
-    kl_form: Literal["transition", "no_dt"] = "transition"
-    """transition: (mu - mu_ref)^2 / (2 std^2); no_dt divides by 2 g^2 as the published code does."""
-    reference: Annotated[AdapterOffReference | FrozenReference | EmaReference, Field(discriminator="type")] = (
-        AdapterOffReference()
-    )
-    advantage: AdvantageConfig = AdvantageConfig()
-
-
-class NftConfig(Section):
-    type: Literal["nft"] = "nft"
-    stream_weights: StreamWeights = Field(default_factory=dict)
-    """Of families with sound: weight of each latent stream in the loss, e.g. { audio = 0.5 }; unset = 1."""
-    beta: PositiveFloat = 1.0
-    """How far the implicit positive and negative policies stand from the old one (published: 1; 0.1 for OCR)."""
-    advantage_clip: PositiveFloat = 5.0
-    """An advantage of +-this is certainly good or bad."""
-    timestep_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.99
-    """Share of the rollout's noise levels that each sample is trained at."""
-    old_flat: NonNegativeInt = 0
-    """Rollouts in which the old policy is the live one."""
-    old_ramp: NonNegativeFloat = 0.001
-    """Growth of the old policy's decay a rollout after that."""
-    old_decay: UnitFloat = 0.5
-    """Largest decay of the old policy."""
-    kl_beta: NonNegativeFloat = 0.0
-    """Weight of the squared velocity difference to the reference; 0 = no reference is held."""
-    reference: Annotated[AdapterOffReference | FrozenReference | EmaReference, Field(discriminator="type")] = (
-        AdapterOffReference()
-    )
-    advantage: AdvantageConfig = AdvantageConfig()
-
-
-AlgorithmConfig = Annotated[FlowGrpoConfig | NftConfig, Field(discriminator="type")]
-
-
-class SftConfig(Section):
-    type: Literal["sft"] = "sft"
-    batch_size: PositiveInt
-    """Samples of one optimizer step; trainer.tile_size divides it."""
-    sigma: Literal["uniform", "logit_normal", "mixed"] = "mixed"
-    """How noise levels are drawn; mixed = half of a batch each."""
-    caption_dropout: UnitFloat = 0.1
-    """Share of captions replaced by the empty prompt, for guidance later."""
 
 
 class TrainerConfig(Section):
@@ -370,22 +249,6 @@ class ClusterConfig(Section):
 class TrackerConfig(Section):
     tensorboard: Flag = True
     """Write TensorBoard event files into the run folder."""
-
-
-class TextLinesData(Section):
-    type: Literal["text_lines"] = "text_lines"
-    """Short strings rendered as images, made on the fly: digits of a fixed length, or words."""
-    prompts: Path
-    """Captions to draw, one a line; the held-out ones of [prompts] must not be among them."""
-    fonts: tuple[str, ...] = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSerif.ttf", "DejaVuSansMono.ttf")
-    """TrueType files: by path, by name among those that matplotlib brings, or by a name that the system finds."""
-
-
-class AutoencoderConfig(Section):
-    steps: NonNegativeInt = 0
-    """SFT of a model built from nothing: optimizer steps for the autoencoder first; 0 = leave it as it is."""
-    batch_size: PositiveInt = 128
-    lr: PositiveFloat = 2e-3
 
 
 class SftStopConfig(Section):
