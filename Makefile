@@ -5,12 +5,13 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test test-sglang lint format clean
+.PHONY: help install demo test test-sglang bench-learning lint format clean
 
 help:
 	@echo "make demo   train a small text-to-image model to write digits (about 5 to 8 minutes on two CPU cores)"
 	@echo "make test   lint, types and all tests (WITH_SGLANG=1: also against SGLang-Diffusion itself, 2.7 GB)"
 	@echo "make test-sglang   compare with SGLang-Diffusion itself (2.7 GB into build/sglang, once; then a minute or two)"
+	@echo "make bench-learning   every online algorithm on the glyph model, three seeds each (hours on two cores)"
 	@echo "make lint / make format / make clean"
 
 $(VENV)/.runtime: requirements.txt pyproject.toml
@@ -58,6 +59,9 @@ $(SGLANG)/.server: $(SGLANG)/.wheel $(ORACLE)/requirements-server.txt $(ORACLE)/
 
 test-sglang: $(SGLANG)/.server
 	$(BIN)/python -m pytest -m sglang $(ORACLE)
+
+bench-learning: $(VENV)/.runtime
+	$(BIN)/python benchmarks/learning.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
