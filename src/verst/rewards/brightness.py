@@ -9,9 +9,7 @@ from torch import Tensor
 
 from verst.config.sections import BrightnessReward
 from verst.rewards.base import frames_of
-
-_REC_601 = np.array([0.299, 0.587, 0.114])
-"""Weights of R, G and B in luma."""
+from verst.rewards.looks import REC_601
 
 
 class Brightness:
@@ -23,5 +21,5 @@ class Brightness:
     def score(self, media: Tensor, prompts: Sequence[str]) -> list[float]:
         """See Reward.score; the prompts are not read."""
         frames = frames_of(media, prompts)
-        luma: np.ndarray = frames.mean(axis=(1, 2, 3), dtype=np.float64) @ _REC_601 / 255
+        luma: np.ndarray = frames.mean(axis=(1, 2, 3), dtype=np.float64) @ REC_601 / 255
         return [float(value) for value in luma]
