@@ -1,4 +1,4 @@
-"""`verst`: train, plan, eval, generate, serve, export, tiny."""
+"""`verst`: train, plan, explain-ratio, eval, generate, serve, export, tiny."""
 
 from __future__ import annotations
 
@@ -89,6 +89,18 @@ def evaluate(
     from verst.cli import models
 
     models.evaluate(run, overrides or [], step=step, ema=ema)
+
+
+@app.command("explain-ratio")
+def explain_ratio(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    iteration: Annotated[int, typer.Argument(help="From 1; a checkpoint of the iteration before must be kept.")],
+    sample: Annotated[str, typer.Argument(help="GROUP.INDEX, both from 0.")],
+) -> None:
+    """Make one sample again in engine and trainer, and name the first block and tensor that differ."""
+    from verst.cli import explain as command
+
+    command.run(run, iteration, sample)
 
 
 @app.command()

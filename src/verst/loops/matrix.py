@@ -82,7 +82,7 @@ def run_cell(name: str, algorithm: str, finetune: str, *, folder: Path) -> Cell:
     recipe = tiny_recipe(name, algorithm, finetune, folder=folder)
     worker = Worker(recipe.model.path)
     with one_rank(recipe) as trainer:
-        _sync(trainer, worker, version=0)
+        sync_in_process(trainer, worker, version=0)
         groups = sample_groups(recipe, worker)
         probe = velocity_probe(groups[0].microgroups[0], worker)
         before = probe(worker.components.transformer)
@@ -92,7 +92,7 @@ def run_cell(name: str, algorithm: str, finetune: str, *, folder: Path) -> Cell:
         else:
             policy = trainer.update(make_batch(recipe, groups).shares[0]).policy
             ratio = policy.get("ratio_max_deviation")
-        _sync(trainer, worker, version=1)
+        sync_in_process(trainer, worker, version=1)
         after, trained = probe(worker.components.transformer), probe(trainer.transformer)
     return Cell(
         family=name,
@@ -158,10 +158,10 @@ def condition_images(folder: Path, number: int, *, mode: str = "RGB") -> list[st
 
 
 @contextmanager
-def one_rank(recipe: RlRecipe) -> Iterator[RlTrainer]:
+def one_rank(recipe: RlRecipe, *, device: torch.device | None = None) -> Iterator[RlTrainer]:
     """A trainer of one rank in this process."""
     store = open_store("127.0.0.1", 0, rank=0, world_size=1)
-    trainer = RlTrainer(recipe, rank=0, world_size=1, store=store, device=torch.device("cpu"))
+    trainer = RlTrainer(recipe, rank=0, world_size=1, store=store, device=device or torch.device("cpu"))
     try:
         yield trainer
     finally:
@@ -187,7 +187,8 @@ def sample_groups(recipe: RlRecipe, worker: Worker) -> list[Group]:
     return groups
 
 
-def _sync(trainer: RlTrainer, worker: Worker, *, version: int) -> None:
+def sync_in_process(trainer: RlTrainer, worker: Worker, *, version: int) -> None:
+    """The trainer's weights into the worker's transformer, verified. Raises SyncError."""
     manifest = trainer.publish(version)
     assert manifest is not None
     verify(manifest, apply_manifest(manifest, worker.components.transformer), engine="in this process")
