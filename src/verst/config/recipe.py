@@ -1,12 +1,14 @@
-"""The two recipes: RL (rollouts, rewards, updates) and SFT. Cross-section rules stand here, each with its remedy."""
+"""The recipe of an RL run (rollouts, rewards, updates) and its cross-section rules, each with its remedy."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from verst.config import sections as s
+from verst.config.checks import divides, nearest_divisor, nearest_fit
+from verst.config.supervised import SftRecipe as SftRecipe
 from verst.errors import ConfigError
 
 
@@ -30,8 +32,8 @@ class RlRecipe(s.Section):
 
     @model_validator(mode="after")
     def _rules(self) -> RlRecipe:
-        _divides("rollout.microgroup_size", self.rollout.microgroup_size, "rollout.group_size", self.rollout.group_size)
-        _divides(
+        divides("rollout.microgroup_size", self.rollout.microgroup_size, "rollout.group_size", self.rollout.group_size)
+        divides(
             "trainer.steps_per_rollout", self.trainer.steps_per_rollout, "rollout.num_groups", self.rollout.num_groups
         )
         self._check_tiles()
@@ -49,14 +51,14 @@ class RlRecipe(s.Section):
         if tile % micro and micro % tile:
             raise ConfigError(
                 f"trainer.tile_size = {tile} neither divides rollout.microgroup_size = {micro} nor is a multiple of it; "
-                f"nearest that fits: {_nearest_fit(tile, micro)}"
+                f"nearest that fits: {nearest_fit(tile, micro)}"
             )
         microgroups = self.rollout.num_groups * self.rollout.group_size // micro // self.trainer.steps_per_rollout
         if microgroups % ranks:
             raise ConfigError(
                 f"trainer.ranks = {ranks} does not divide the {microgroups} microgroups of an optimizer step "
                 "(rollout.num_groups x rollout.group_size / rollout.microgroup_size / trainer.steps_per_rollout); "
-                f"nearest that does: {_nearest_divisor(ranks, microgroups)}"
+                f"nearest that does: {nearest_divisor(ranks, microgroups)}"
             )
 
     def _check_steps(self) -> None:
@@ -126,61 +128,9 @@ class RlRecipe(s.Section):
             raise ConfigError("eval.weights = ema needs trainer.ema_decay, e.g. 0.99")
 
 
-class SftRecipe(s.Section):
-    """A supervised run on pairs of caption and media."""
-
-    run: s.RunConfig
-    model: s.ModelConfig
-    init: Literal["glyphs"] | None = None
-    """Build this small model from nothing at model.path when the folder is missing."""
-    save_dtype: s.DType = "float32"
-    """Transformer and autoencoder of the pipeline that the run writes are rounded to this."""
-    sampling: s.SizedSamplingConfig
-    prompts: s.PromptsConfig
-    data: s.TextLinesData
-    autoencoder: s.AutoencoderConfig = s.AutoencoderConfig()
-    rewards: Annotated[tuple[s.RewardConfig, ...], Field(min_length=1)]
-    algorithm: s.SftConfig
-    trainer: s.TrainerConfig
-    stop: s.SftStopConfig = s.SftStopConfig()
-    checkpoint: s.CheckpointConfig = s.CheckpointConfig()
-    eval: s.EvalConfig = s.EvalConfig()
-    trackers: s.TrackerConfig = s.TrackerConfig()
-
-    @model_validator(mode="after")
-    def _rules(self) -> SftRecipe:
-        _divides("trainer.tile_size", self.trainer.tile_size, "algorithm.batch_size", self.algorithm.batch_size)
-        if self.trainer.ranks != 1:
-            raise ConfigError(f"trainer.ranks = {self.trainer.ranks}: SFT runs in one process, so it must be 1")
-        if self.model.dtype != "float32":
-            raise ConfigError(f'model.dtype = "{self.model.dtype}": SFT trains and evaluates in "float32"')
-        if self.eval.weights == "ema" and self.trainer.ema_decay is None:
-            raise ConfigError("eval.weights = ema needs trainer.ema_decay, e.g. 0.99")
-        low, high = self.stop.reward_at_least, self.stop.reward_at_most
-        if high is not None and (low is None or low > high):
-            raise ConfigError(f"stop.reward_at_most = {high} needs a stop.reward_at_least below it")
-        return self
-
-
 Recipe = RlRecipe | SftRecipe
 
 
 def reward_name(reward: s.RewardConfig) -> str:
     """The reward's name in metrics."""
     return reward.name if isinstance(reward, s.CustomReward) else reward.type
-
-
-def _divides(small_key: str, small: int, large_key: str, large: int) -> None:
-    if large % small:
-        nearest = _nearest_divisor(small, large)
-        raise ConfigError(f"{small_key} = {small} does not divide {large_key} = {large}; nearest that does: {nearest}")
-
-
-def _nearest_divisor(number: int, of: int) -> int:
-    fits = [n for n in range(1, of + 1) if of % n == 0]
-    return min(fits, key=lambda n: (abs(n - number), n))
-
-
-def _nearest_fit(tile: int, micro: int) -> int:
-    fits = [n for n in range(1, 2 * max(tile, micro) + 1) if n % micro == 0 or micro % n == 0]
-    return min(fits, key=lambda n: (abs(n - tile), n))
