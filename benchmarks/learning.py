@@ -106,7 +106,14 @@ def run(
     """[(iteration, held-out value)] of one run."""
     mine = slots.get()
     folder = options.runs / name / str(seed)
-    command = [sys.executable, "-m", "verst.cli.main", "train", str(ROOT / "recipes" / f"{case.recipe}.toml"), "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "verst.cli.main",
+        "train",
+        str(ROOT / "recipes" / f"{case.recipe}.toml"),
+        "--quiet",
+    ]
     command += [f"run.seed={seed}", f"run.name={case.recipe}", f"run.folder={folder}", *case.overrides, *options.set]
     try:
         log = folder / "log.txt"

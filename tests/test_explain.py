@@ -61,5 +61,5 @@ def test_what_cannot_be_explained_is_refused(tmp_path: Path) -> None:
         explain_ratio(run, 1, 99, 0)
     with pytest.raises(ConfigError, match=r"iteration 0 is not among 1\.\.3"):
         explain_ratio(run, 0, 0, 0)
-    with pytest.raises(ConfigError, match="must read GROUP.INDEX"):
+    with pytest.raises(ConfigError, match=r"must read GROUP\.INDEX"):
         command.run(run, 1, "7")

@@ -1,4 +1,4 @@
-"""`verst`: train, plan, explain-ratio, eval, generate, serve, export, tiny."""
+"""`verst`: train, plan, replay, explain-ratio, eval, generate, serve, export, tiny."""
 
 from __future__ import annotations
 
@@ -89,6 +89,19 @@ def evaluate(
     from verst.cli import models
 
     models.evaluate(run, overrides or [], step=step, ema=ema)
+
+
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    iteration: Annotated[
+        int | None, typer.Option(help="Which to make again, from the newest checkpoint before it; unset = the newest.")
+    ] = None,
+) -> None:
+    """Make recorded iterations again and compare metrics and weights bit for bit; exits 1 where they differ."""
+    from verst.cli import replay as command
+
+    command.run(run, iteration)
 
 
 @app.command("explain-ratio")

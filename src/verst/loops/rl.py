@@ -30,8 +30,11 @@ from verst.trainer.rl import UpdateMetrics
 from verst.types import Group
 
 
-async def train_rl(recipe: RlRecipe, folder: RunFolder, *, quiet: bool = False) -> None:
-    """Run to the end, or to a checkpoint on Ctrl-C. The same call on the same folder goes on where it stopped."""
+async def train_rl(recipe: RlRecipe, folder: RunFolder, *, quiet: bool = False, until: int | None = None) -> None:
+    """Run to the end, or to a checkpoint on Ctrl-C. The same call on the same folder goes on where it stopped.
+
+    until: stop, with a checkpoint, after this iteration, as if interrupted there.
+    """
     report = Report(recipe, folder, quiet=quiet)
     try:
         source = PromptSource(recipe.prompts.train, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
@@ -41,7 +44,7 @@ async def train_rl(recipe: RlRecipe, folder: RunFolder, *, quiet: bool = False) 
         report.status("starting Ray, engine and trainer")
         with StopSignal() as stop:
             async with Cluster(recipe, cuda=wants_cuda(recipe)) as cluster:
-                await Run(recipe, folder, report, cluster, source, heldout).to_the_end(stop, done)
+                await Run(recipe, folder, report, cluster, source, heldout).to_the_end(stop, done, until)
     finally:
         report.close()
 
@@ -73,7 +76,7 @@ class Run:
             on_span=report.span,
         )
 
-    async def to_the_end(self, stop: StopSignal, done: int | None) -> None:
+    async def to_the_end(self, stop: StopSignal, done: int | None, until: int | None = None) -> None:
         """done: the iteration of the newest checkpoint; None for a new run."""
         recipe, report = self._recipe, self._report
         self._folder.write_processes(await self._cluster.pids())
@@ -82,7 +85,7 @@ class Run:
         await self._sync(done)
         if done == 0:
             report.iteration(0, await self._evaluate(0))
-        for iteration in range(done + 1, recipe.run.iterations + 1):
+        for iteration in range(done + 1, (until or recipe.run.iterations) + 1):
             started = time.perf_counter()
             try:
                 tasks = plan_rollout(recipe, self._source, iteration - 1)
