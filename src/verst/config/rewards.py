@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from verst.config.basis import NonNegativeInt, Number, PositiveFloat, PositiveInt, Section
+from verst.config.plugins import ObjectPath
 
 
 class RewardBase(Section):
@@ -46,7 +47,7 @@ class BrightnessReward(RewardBase):
 
 class CustomReward(RewardBase):
     type: Literal["custom"] = "custom"
-    path: Annotated[str, Field(pattern=r"^([\w.]+:[\w.]+|[\w.-]+)$")]
+    path: ObjectPath
     """`module:object`, or the name of an installed entry point of the group verst.rewards: a function called with the
     samples' media and prompts that returns one number a sample, or a class with such a method `score`."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "custom"
