@@ -25,6 +25,7 @@ from verst.engine.resolve import resolve
 from verst.engine.wire import GenerateRequest, decode_response
 from verst.engine.worker import Worker
 from verst.families import recognise
+from verst.rewards.base import RewardBatch
 from verst.rewards.jpeg_size import JpegSize
 from verst.rollout.plan import plan_evaluation
 from verst.rollout.prompts import read_prompts
@@ -205,7 +206,7 @@ def test_eval_of_an_untrained_model(
     (task,) = plan_evaluation(recipe, read_prompts(recipe.prompts.heldout))
     (records,) = worker.generate([resolve(task.request, worker.components)])
     assert not isinstance(records, Exception)
-    values = reward.score(torch.stack([record["media"] for record in records]), task.prompts)
+    values = reward.score(RewardBatch.plain(torch.stack([record["media"] for record in records]), task.prompts))
     assert lines.keys() == {"reward/heldout", "reward/heldout/jpeg_size"}
     assert float(lines["reward/heldout"]) == pytest.approx(sum(values) / 2, rel=1e-5)
 

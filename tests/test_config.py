@@ -90,7 +90,7 @@ VALUES = [
     ("rewards=[]", "rewards = []: tuple should have at least 1 item"),
     ('rewards=[{type="ocrr"}]', "rewards.0.type = 'ocrr': did you mean 'ocr'? valid: 'ocr', 'jpeg_size'"),
     ("rewards=[{weight=1.0}]", "rewards.0.type is missing; one of: 'ocr'"),
-    ('rewards=[{type="custom",path="a b"}]', "rewards.0.path = 'a b'"),
+    ('rewards=[{type="python",path="a b"}]', "rewards.0.path = 'a b'"),
 ]
 
 COMBINATIONS = [
@@ -274,7 +274,7 @@ def test_processes_of_a_run():
         [
             "engine.num=2",
             "rollout.parsers.num=3",
-            'rewards=[{type="ocr",workers=2},{type="custom",path="a:b",name="mine"}]',
+            'rewards=[{type="ocr",workers=2},{type="python",path="a:b",name="mine"}]',
             "trainer.ranks=2",
         ],
     )

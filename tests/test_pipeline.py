@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,13 +22,14 @@ from verst.rollout.engines import EnginePool
 from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, assemble
 from verst.rollout.plan import MicrogroupTask, plan_evaluation, plan_rollout
 from verst.rollout.prompts import Prompt, PromptSource
+from verst.rollout.scoring import reward_batch
 from verst.types import Conditioning, Microgroup, Sample, SampleKey, Scores
 
 
 def task_of(group: int, first: int, size: int = 2) -> MicrogroupTask:
     keys = tuple(SampleKey(rollout=0, group=group, index=first + i) for i in range(size))
     request = GenerateRequest(prompt=f"prompt {group}", seeds=tuple(range(size)))
-    return MicrogroupTask(keys=keys, prompts=(f"prompt {group}",) * size, request=request)
+    return MicrogroupTask(keys=keys, prompts=(f"prompt {group}",) * size, metadata=({},) * size, request=request)
 
 
 def microgroup_of(keys: Sequence[SampleKey], *, version: int = 0) -> Microgroup:
@@ -79,7 +81,7 @@ class Stages:
     def check(self, task: MicrogroupTask, microgroup: Microgroup) -> None:
         pass
 
-    async def score(self, microgroup: Microgroup) -> Scores:
+    async def score(self, task: MicrogroupTask, microgroup: Microgroup) -> Scores:
         key = microgroup.samples[0].key
         self.scored.append((key.group, key.index))
         return scores_of(microgroup)
@@ -135,7 +137,7 @@ async def test_first_failure_comes_by_itself_and_the_others_are_cancelled() -> N
 
 @on_a_loop
 async def test_failing_reward_and_failing_check_stop_the_rollout() -> None:
-    async def broken(microgroup: Microgroup) -> Scores:
+    async def broken(task: MicrogroupTask, microgroup: Microgroup) -> Scores:
         raise RewardError("reward made_up failed 3 times")
 
     def suspicious(task: MicrogroupTask, microgroup: Microgroup) -> None:
@@ -153,14 +155,26 @@ async def test_failing_reward_and_failing_check_stop_the_rollout() -> None:
 async def test_slow_reward_does_not_hold_generation() -> None:
     release = asyncio.Event()
 
-    async def slow(microgroup: Microgroup) -> Scores:
+    async def slow(task: MicrogroupTask, microgroup: Microgroup) -> Scores:
         await release.wait()
         return scores_of(microgroup)
 
     stages = Stages()
-    run = asyncio.create_task(stages.pipeline(score=slow).run(TASKS))
-    while len(stages.begun) < len(TASKS):
-        await asyncio.sleep(0)  # would hang if generation waited for a score
+    engine = pool_of(FakeClient("one", answers=b"answer"), per_engine=1)
+
+    async def generate(task: MicrogroupTask) -> bytes:
+        await stages.generate(task)
+        return await engine.generate(task)
+
+    parsed: list[SampleKey] = []
+
+    async def parse(payload: bytes, keys: Sequence[SampleKey]) -> Microgroup:
+        parsed.append(keys[0])
+        return await stages.parse(payload, keys)
+
+    run = asyncio.create_task(stages.pipeline(generate=generate, parse=parse, score=slow).run(TASKS))
+    while len(parsed) < len(TASKS):
+        await asyncio.sleep(0)  # would hang if generation, or the one place of the engine, waited for a score
     assert not run.done()
     release.set()
     scored, _ = await run
@@ -275,20 +289,49 @@ def test_a_prompt_with_a_picture_has_a_request_of_its_own(tmp_path: Path) -> Non
     plan = plan_evaluation(recipe_with(tmp_path), prompts)
     assert [task.request.prompts for task in plan] == [("p0",), ("p1",), ("p2",), ("p3", "p4")]
     assert [task.request.image_path for task in plan] == [None, ["a.png"], ["b.png", "c.png"], None]
+    assert [task.metadata for task in plan] == [
+        ({},),
+        ({"image": "a.png"},),
+        ({"image": ["b.png", "c.png"]},),
+        ({}, {}),
+    ]
     assert [key.group for task in plan for key in task.keys] == [0, 1, 2, 3, 4]
+
+
+def test_rewards_see_the_samples_and_their_rows() -> None:
+    task = task_of(0, 0)
+    task = MicrogroupTask(keys=task.keys, prompts=task.prompts, metadata=({"a": 1}, {"a": 2}), request=task.request)
+    plain = microgroup_of(task.keys)
+    sounding = [
+        dataclasses.replace(sample, fps=8.0, audio=torch.full((1, 4), i / 2), sample_rate=100)
+        for i, sample in enumerate(plain.samples)
+    ]
+    batch = reward_batch(task, dataclasses.replace(plain, samples=tuple(sounding)))
+    assert (batch.prompts, batch.metadata) == (task.prompts, task.metadata)
+    assert (batch.fps, batch.sample_rate, list(batch.media.shape)) == (8.0, 100, [2, 1, 2, 2, 3])
+    assert batch.audio is not None
+    assert batch.audio[:, 0, 0].tolist() == [0.0, 0.5]
+    silent = reward_batch(task, plain)
+    assert (silent.fps, silent.audio, silent.sample_rate) == (None, None, None)
+    mixed = dataclasses.replace(plain, samples=(plain.samples[0], sounding[1]))
+    with pytest.raises(EngineError, match="unlike sizes or rates"):
+        reward_batch(task, mixed)
 
 
 class FakeClient:
     """Answers when told to, and counts; refuses weights when told so."""
 
-    def __init__(self, name: str, *, refuses: bool = False) -> None:
+    def __init__(self, name: str, *, refuses: bool = False, answers: bytes | None = None) -> None:
         self.name = name
+        self.answers = answers
         self.refuses = refuses
         self.waiting: list[asyncio.Event] = []
         self.versions: list[int] = []
         self.closed = False
 
     async def generate(self, request: GenerateRequest) -> bytes:
+        if self.answers is not None:
+            return self.answers
         done = asyncio.Event()
         self.waiting.append(done)
         await done.wait()

@@ -11,12 +11,14 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from verst.config.sections import BrightnessReward, CustomReward, JpegSizeReward, OcrReward
-from verst.errors import ConfigError, RewardError
-from verst.rewards import REWARDS, make_reward, prompt_problems
-from verst.rewards.base import spread
+from verst.config.rewards import FramesConfig
+from verst.config.sections import BrightnessReward, JpegSizeReward, OcrReward, PythonReward
+from verst.errors import ConfigError, PromptError, RewardError
+from verst.rewards import REWARDS, RewardBatch, make_reward
+from verst.rewards.frames import FrameWise, spread
 from verst.rewards.local import LocalRewards
-from verst.rewards.ocr import edit_distance, normalise, reading_order, similarity, target_text
+from verst.rewards.ocr import edit_distance, normalise, prompt_problems, reading_order, similarity, target_text
+from verst.rewards.preflight import check_rewards
 
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 """matplotlib ships DejaVu, so that the tests need no font of the system."""
@@ -40,6 +42,14 @@ def clip(value, frames=1, size=(32, 64)):
     return torch.full((frames, *size, 3), value, dtype=torch.uint8)
 
 
+def scored(reward, clips, prompts):
+    return reward.score(RewardBatch.plain(clips, prompts))
+
+
+def one(value):
+    return RewardBatch.plain(clip(value)[None], ["x"])
+
+
 @pytest.fixture(scope="module")
 def line():
     return make_reward(OcrReward(threads=1))
@@ -49,29 +59,29 @@ def line():
 def test_line_reads_digits_and_words_of_small_pictures(line, font):
     texts = ["0123", "4567", "8890", "2222", "7777", "1117", "bread", "ocean", "cat", "hello"]
     for blur in (0.0, 1.0):
-        scores = line.score(media(*(picture(t, font=font, blur=blur) for t in texts)), texts)
+        scores = scored(line, media(*(picture(t, font=font, blur=blur) for t in texts)), texts)
         assert np.mean(scores) > 0.97, dict(zip(texts, scores, strict=True))
 
 
 def test_line_scores_by_edit_distance_whatever_case_and_spaces(line):
     frame = picture("4711")
     prompts = ["4711", "47 11", "4712", "471", "99", "47", "0000000000"]
-    scores = line.score(media(*[frame] * len(prompts)), prompts)
+    scores = scored(line, media(*[frame] * len(prompts)), prompts)
     assert scores == pytest.approx([1.0, 1.0, 0.75, 2 / 3, 0.0, 0.0, 0.0])
-    assert line.score(media(picture("Bread")), ["bREAD"]) == [1.0]
-    assert line.score(media(np.zeros((32, 64, 3), np.uint8)), ["4711"]) == [0.0]
+    assert scored(line, media(picture("Bread")), ["bREAD"]) == [1.0]
+    assert scored(line, media(np.zeros((32, 64, 3), np.uint8)), ["4711"]) == [0.0]
 
 
 def test_a_score_depends_on_its_own_picture_alone(line):
     frames = [picture(f"{i:04d}", blur=1.5) for i in range(0, 9999, 476)]
     prompts = ["1234"] * len(frames)
-    together = line.score(media(*frames), prompts)
-    assert together == [line.score(media(frame), ["1234"])[0] for frame in frames]
+    together = scored(line, media(*frames), prompts)
+    assert together == [scored(line, media(frame), ["1234"])[0] for frame in frames]
 
 
 def test_clips_are_the_mean_of_their_frames(line):
     frames = torch.from_numpy(np.stack([picture("4711")] * 4 + [picture("4712")] * 4))[None]
-    assert line.score(frames, ["4711"]) == [pytest.approx((1 + 0.75) / 2)]
+    assert scored(line, frames, ["4711"]) == [pytest.approx((1 + 0.75) / 2)]
     assert spread(1, 4) == [0]
     assert spread(8, 4) == [1, 3, 5, 7]
     assert spread(81, 1) == [40]
@@ -87,7 +97,7 @@ def test_scene_finds_quoted_text_and_reads_in_order():
     reward = make_reward(OcrReward(mode="scene", target="quoted", threads=1))
     frames = media(np.asarray(scene), np.full((240, 320, 3), 90, np.uint8))
     prompts = ['a shop with a sign "Open all day"', 'a wall with "Open"']
-    assert reward.score(frames, prompts) == [1.0, 0.0]
+    assert scored(reward, frames, prompts) == [1.0, 0.0]
 
 
 def test_reading_order_is_by_line_and_then_from_the_left():
@@ -104,10 +114,13 @@ def test_the_target_is_the_prompt_or_its_quoted_part():
     assert target_text("Hello World", "prompt") == "helloworld"
     with pytest.raises(RewardError, match="no text in double quotes"):
         target_text("a sign", "quoted")
-    problems = prompt_problems(OcrReward(target="quoted"), ['"a"', "b", 'c ""'])
+    quoted = OcrReward(target="quoted")
+    problems = prompt_problems(quoted, ['"a"', "b", 'c ""'], [{}] * 3)
     assert len(problems) == 2
     assert "'b'" in problems[0]
-    assert prompt_problems(OcrReward(), ["b"]) == prompt_problems(BrightnessReward(), [""]) == []
+    with pytest.raises(PromptError, match=r"1 prompts cannot be scored: .*'b'"):
+        check_rewards([BrightnessReward(), quoted], ['"a"', "b"], [{}] * 2)
+    check_rewards([OcrReward(), BrightnessReward()], ["b"], [{}])
 
 
 def test_edit_distance_and_normal_form():
@@ -123,40 +136,112 @@ def test_brightness_is_mean_luma():
     red = torch.zeros(1, 8, 8, 3, dtype=torch.uint8)
     red[..., 0] = 255
     half = torch.cat([clip(0, size=(8, 8)), clip(255, size=(8, 8))])
-    assert reward.score(
-        torch.stack([clip(0, size=(8, 8)), clip(255, size=(8, 8)), red]), ["", "", ""]
+    assert scored(
+        reward, torch.stack([clip(0, size=(8, 8)), clip(255, size=(8, 8)), red]), ["", "", ""]
     ) == pytest.approx([0.0, 1.0, 0.299])
-    assert reward.score(half[None], [""]) == pytest.approx([0.5])
+    assert scored(reward, half[None], [""]) == pytest.approx([0.5])
 
 
 def test_jpeg_size_orders_pictures_and_is_bounded():
     noise = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (1, 32, 64, 3), dtype=np.uint8))
     batch, prompts = torch.stack([clip(128), noise]), ["", ""]
-    smaller = make_reward(JpegSizeReward()).score(batch, prompts)
-    larger = make_reward(JpegSizeReward(direction="larger")).score(batch, prompts)
+    smaller = scored(make_reward(JpegSizeReward()), batch, prompts)
+    larger = scored(make_reward(JpegSizeReward(direction="larger")), batch, prompts)
     assert larger == [-value for value in smaller]
     raw_kb = 32 * 64 * 3 / 1000
     assert 0 < larger[0] < larger[1] <= raw_kb
-    coarse = make_reward(JpegSizeReward(direction="larger", quality=10)).score(batch, prompts)
+    coarse = scored(make_reward(JpegSizeReward(direction="larger", quality=10)), batch, prompts)
     assert coarse[1] < larger[1]
-    assert make_reward(JpegSizeReward(direction="larger")).score(clip(0, size=(1, 1))[None], [""]) == [0.003]
+    assert scored(make_reward(JpegSizeReward(direction="larger")), clip(0, size=(1, 1))[None], [""]) == [0.003]
+
+
+MEDIA = torch.zeros(2, 1, 8, 8, 3, dtype=torch.uint8)
+SOUND = torch.zeros(2, 1, 100)
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (torch.zeros(1, 1, 8, 8, 3), "uint8.*float32"),
-        (torch.zeros(1, 8, 8, 3, dtype=torch.uint8), r"\[B, F, H, W, 3\]"),
-        (torch.zeros(1, 1, 3, 8, 8, dtype=torch.uint8), r"\[1, 1, 3, 8, 8\]"),
-        (torch.zeros(1, 0, 8, 8, 3, dtype=torch.uint8), r"\[1, 0, 8, 8, 3\]"),
-        (torch.zeros(2, 1, 8, 8, 3, dtype=torch.uint8), "1 prompts for 2 samples"),
+        ({"media": torch.zeros(2, 1, 8, 8, 3)}, "uint8.*float32"),
+        ({"media": torch.zeros(2, 8, 8, 3, dtype=torch.uint8)}, r"\[B, F, H, W, 3\]"),
+        ({"media": torch.zeros(2, 1, 3, 8, 8, dtype=torch.uint8)}, r"\[2, 1, 3, 8, 8\]"),
+        ({"media": torch.zeros(2, 0, 8, 8, 3, dtype=torch.uint8)}, r"\[2, 0, 8, 8, 3\]"),
+        ({"prompts": ("a",)}, "1 prompts for 2 samples"),
+        ({"metadata": ({},)}, "one metadata a sample, got 1 for 2"),
+        ({"fps": 0.0}, "fps above 0"),
+        ({"audio": SOUND}, "audio and sample_rate together"),
+        ({"sample_rate": 16000}, "audio and sample_rate together"),
+        ({"audio": SOUND.half(), "sample_rate": 16000}, "float32.*float16"),
+        ({"audio": SOUND[:1], "sample_rate": 16000}, r"\[2, channels, n\], got \[1, 1, 100\]"),
+        ({"audio": SOUND + 1.5, "sample_rate": 16000}, r"\[-1, 1\], got a value of magnitude 1.5"),
+        ({"audio": SOUND * math.nan, "sample_rate": 16000}, "magnitude nan"),
+        ({"latents": {"visual": torch.zeros(1, 4)}}, r"latents of 2 samples, got \[1, 4\] in stream visual"),
     ],
 )
-def test_wrong_media_is_refused_by_every_reward(line, wrong, message):
-    custom = make_reward(CustomReward(path=f"{__name__}:contrast"))
-    for reward in (line, make_reward(BrightnessReward()), make_reward(JpegSizeReward()), custom):
-        with pytest.raises(RewardError, match=message):
-            reward.score(wrong, ["x"])
+def test_a_batch_that_is_none_is_refused(wrong, message):
+    right = {"media": MEDIA, "prompts": ("a", "b"), "metadata": ({}, {})}
+    assert len(RewardBatch(**right)) == 2
+    with pytest.raises(RewardError, match=message):
+        RewardBatch(**(right | wrong))
+
+
+def test_rows_of_a_batch_are_whole_samples():
+    batch = RewardBatch(
+        media=torch.arange(3, dtype=torch.uint8)[:, None, None, None, None].expand(3, 2, 4, 4, 3),
+        prompts=("a", "b", "c"),
+        metadata=({"i": 0}, {"i": 1}, {"i": 2}),
+        fps=8.0,
+        audio=torch.arange(3)[:, None, None] / 4,
+        sample_rate=16000,
+        latents={"visual": torch.arange(3.0)[:, None]},
+    )
+    rows = batch.rows([2, 0])
+    assert (rows.prompts, rows.metadata) == (("c", "a"), ({"i": 2}, {"i": 0}))
+    assert rows.media[:, 0, 0, 0, 0].tolist() == [2, 0]
+    assert rows.audio.flatten().tolist() == [0.5, 0.0]
+    assert rows.latents["visual"].flatten().tolist() == [2.0, 0.0]
+    assert (rows.fps, rows.sample_rate) == (8.0, 16000)
+
+
+class Frames:
+    """Scores a picture by its first pixel; 99 stands for a failure, 98 for NaN."""
+
+    name = "frames"
+
+    def score(self, batch):
+        values = [float(v) for v in batch.pictures()[:, 0, 0, 0]]
+        return [RewardError("broken frame") if v == 99 else math.nan if v == 98 else v for v in values]
+
+
+@pytest.mark.parametrize(
+    ("frames", "expected"),
+    [
+        ({"policy": "first"}, [10.0, 20.0]),
+        ({"policy": "middle"}, [14.0, 24.0]),
+        ({"policy": "last"}, [17.0, 27.0]),
+        ({"policy": "uniform", "count": 2}, [14.0, 24.0]),
+        ({"policy": "uniform", "count": 2, "reduce": "min"}, [12.0, 22.0]),
+        ({"policy": "uniform", "count": 2, "reduce": "max"}, [16.0, 26.0]),
+        ({"policy": "all"}, [13.5, 23.5]),
+        ({"policy": "uniform", "count": 99}, [13.5, 23.5]),
+    ],
+)
+def test_frames_of_clips_by_policy(frames, expected):
+    first = torch.arange(8, dtype=torch.uint8) + torch.tensor([[10], [20]], dtype=torch.uint8)
+    clips = first[:, :, None, None, None].expand(2, 8, 4, 4, 3)
+    assert scored(FrameWise(Frames(), FramesConfig(**frames)), clips, ["a", "b"]) == expected
+
+
+def test_a_clip_fails_with_one_of_its_frames():
+    first = torch.tensor([[1, 2], [1, 99], [1, 98]], dtype=torch.uint8)
+    clips = first[:, :, None, None, None].expand(3, 2, 4, 4, 3)
+    for reduce in ("mean", "min", "max"):
+        scores = scored(FrameWise(Frames(), FramesConfig(policy="all", reduce=reduce)), clips, ["a", "b", "c"])
+        assert scores[0] == {"mean": 1.5, "min": 1.0, "max": 2.0}[reduce]
+        assert isinstance(scores[1], RewardError)
+        assert math.isnan(scores[2])
+    with pytest.raises(RewardError, match="takes pictures, got clips of 2 frames"):
+        scored(Frames(), clips, ["a", "b", "c"])
 
 
 def contrast(clips, prompts, scale=1.0):
@@ -171,52 +256,93 @@ class Counting:
         return [float(self.start + len(prompt)) for prompt in prompts]
 
 
-async def asynchronous(clips, prompts):
-    return [0.0 for _ in prompts]
+async def asynchronous(clips, prompts, metadata):
+    await asyncio.sleep(0)
+    return [row["worth"] for row in metadata]
+
+
+async def one_asynchronous(clip, prompt, *, metadata, audio, fps, sample_rate):
+    await asyncio.sleep(0)
+    return metadata["worth"] + len(audio) + fps + sample_rate + len(prompt) + clip.ndim
+
+
+def whole(batch, factor):
+    return [factor * len(batch)] * len(batch)
+
+
+def demanding(clips, prompts, threshold):
+    return [threshold] * len(prompts)
+
+
+def out_of_order(clips, prompts):
+    raise ValueError("out of order")
 
 
 number = 3
 
 
-def test_custom_rewards_are_functions_or_classes():
-    function = make_reward(CustomReward(path=f"{__name__}:contrast", name="contrast", options={"scale": 0.0}))
-    assert (function.name, function.score(clip(7)[None], ["a"])) == ("contrast", [0.0])
-    made = make_reward(CustomReward(path=f"{__name__}:Counting", options={"start": 5}))
-    assert made.score(clip(7)[None], ["ab"]) == [7.0]
+def rated_batch():
+    return RewardBatch(
+        media=MEDIA,
+        prompts=("a", "bb"),
+        metadata=({"worth": 0.5}, {"worth": 0.25}),
+        fps=8.0,
+        audio=torch.zeros(2, 2, 10),
+        sample_rate=100,
+    )
 
 
-def test_custom_reward_of_a_file_in_the_current_folder(tmp_path, monkeypatch):
+def test_python_rewards_are_functions_or_classes():
+    function = make_reward(PythonReward(path=f"{__name__}:contrast", name="contrast", options={"scale": 0.0}))
+    assert (function.name, scored(function, clip(7)[None], ["a"])) == ("contrast", [0.0])
+    made = make_reward(PythonReward(path=f"{__name__}:Counting", options={"start": 5}))
+    assert scored(made, clip(7)[None], ["ab"]) == [7.0]
+    assert made.name == "python"
+
+
+def test_python_rewards_get_what_they_name():
+    assert make_reward(PythonReward(path=f"{__name__}:asynchronous")).score(rated_batch()) == [0.5, 0.25]
+    one_by_one = PythonReward(path=f"{__name__}:one_asynchronous", batched=False)
+    assert make_reward(one_by_one).score(rated_batch()) == [115.5, 116.25]
+    record = PythonReward(path=f"{__name__}:whole", options={"factor": 3})
+    assert make_reward(record).score(rated_batch()) == [6, 6]
+
+
+def test_python_reward_of_a_file_in_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "my_own_reward.py").write_text("def zero(media, prompts):\n    return [0.5] * len(prompts)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert make_reward(CustomReward(path="my_own_reward:zero")).score(clip(7)[None], ["a"]) == [0.5]
+    assert scored(make_reward(PythonReward(path="my_own_reward:zero")), clip(7)[None], ["a"]) == [0.5]
 
 
-def test_custom_reward_of_an_installed_package(tmp_path, monkeypatch):
+def test_python_reward_of_an_installed_package(tmp_path, monkeypatch):
     info = tmp_path / "own_rewards-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-rewards\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[verst.rewards]\nfull-marks = own_rewards:full\n")
     (tmp_path / "own_rewards.py").write_text("def full(media, prompts):\n    return [1.0] * len(prompts)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert make_reward(CustomReward(path="full-marks")).score(clip(7)[None], ["a"]) == [1.0]
+    assert scored(make_reward(PythonReward(path="full-marks")), clip(7)[None], ["a"]) == [1.0]
 
 
 @pytest.mark.parametrize(
-    ("path", "options", "message"),
+    ("path", "others", "message"),
     [
-        ("no_such_module_of_ours:f", {}, "No module named 'no_such_module_of_ours'"),
+        ("no_such_module_of_ours:f", {}, r"rewards\.path.*No module named 'no_such_module_of_ours'"),
         (f"{__name__}:absent", {}, "absent"),
         (f"{__name__}:number", {}, "neither a function nor a class"),
-        (f"{__name__}:asynchronous", {}, "async def"),
-        (f"{__name__}:Counting", {"step": 1}, "step"),
+        (f"{__name__}:Counting", {"options": {"step": 1}}, "step"),
+        (f"{__name__}:demanding", {}, r"threshold.*rewards\.options"),
+        (f"{__name__}:contrast", {"options": {"threshold": 1}}, "threshold"),
+        (f"{__name__}:asynchronous", {"options": {"metadata": 1}}, "filled by verst"),
+        (f"{__name__}:whole", {"options": {"factor": 1}, "batched": False}, "batched = false"),
         ("builtins:list", {}, "score"),
         ("not-installed", {}, "entry point of the group verst.rewards"),
     ],
 )
-def test_custom_rewards_that_cannot_be_used_are_refused(path, options, message):
+def test_python_rewards_that_cannot_be_used_are_refused(path, others, message):
     with pytest.raises(ConfigError, match=message):
-        make_reward(CustomReward(path=path, options=options))
+        make_reward(PythonReward(path=path, **others))
 
 
 def test_every_reward_of_the_recipe_has_a_class():
@@ -229,18 +355,18 @@ def test_every_reward_of_the_recipe_has_a_class():
 
 
 def test_local_rewards_combine_by_name():
-    scores = asyncio.run(LocalRewards([BrightnessReward(), JpegSizeReward()]).score(clip(255)[None], ["x"]))
+    scores = asyncio.run(LocalRewards([BrightnessReward(), JpegSizeReward()]).score(one(255)))
     assert scores.by_reward["brightness"] == (pytest.approx(1.0),)
     assert scores.by_reward["jpeg_size"][0] < 0
     assert scores.num_failures == 0
 
 
 def test_local_rewards_stop_or_mask_by_policy():
-    failing = CustomReward(path="builtins:len", attempts=1)
+    failing = PythonReward(path=f"{__name__}:out_of_order", name="custom", attempts=1)
     with pytest.raises(RewardError, match="reward custom failed 1 times"):
-        asyncio.run(LocalRewards([failing]).score(clip(1)[None], ["x"]))
+        asyncio.run(LocalRewards([failing]).score(one(1)))
     masked = LocalRewards([failing.model_copy(update={"on_failure": "mask"}), BrightnessReward()])
-    scores = asyncio.run(masked.score(clip(0)[None], ["x"]))
+    scores = asyncio.run(masked.score(one(0)))
     assert math.isnan(scores.by_reward["custom"][0])
     assert scores.by_reward["brightness"] == (0.0,)
     assert scores.num_failures == 1

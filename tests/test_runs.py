@@ -205,7 +205,7 @@ def test_learning_rate_of_zero_leaves_heldout_reward_as_it_was(tmp_path: Path) -
 
 def test_constant_failing_and_missing_scores_are_masked_counted_and_never_trained_on(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
-    reward = '{type="custom", path="run_rewards:Scripted", name="scripted", on_failure="mask", '
+    reward = '{type="python", path="run_rewards:Scripted", name="scripted", on_failure="mask", '
     reward += f'options={{calls="{calls}"}}}}'
     code, output = run_to_end(write_recipe(tmp_path), f"rewards=[{reward}]", "run.iterations=4", "checkpoint.keep=9")
     assert code == 0, output
@@ -214,7 +214,7 @@ def test_constant_failing_and_missing_scores_are_masked_counted_and_never_traine
     assert calls.read_text().splitlines() == [name for name, count in PHASES.items() for _ in range(count)]
 
     assert (constant["reward/train_mean"], constant["rollout/zero_variance_groups"]) == (0.5, 2)
-    assert (failed["reward/num_failures"], failed["reward/num_masked"]) == (4, 8)
+    assert (failed["reward/num_failures"], failed["reward/num_masked"]) == (8, 8)
     assert failed["reward/train_mean"] is None  # no score is no 0
     assert failed["reward/scripted/mean"] is None
     for row in (constant, failed):
@@ -249,15 +249,15 @@ def refused(folder: Path, *overrides: str) -> str:
 
 
 def test_failing_reward_stops_the_run_and_is_named(tmp_path: Path) -> None:
-    reward = '{type="custom", path="run_rewards:broken", name="judge", attempts=2}'
+    reward = '{type="python", path="run_rewards:broken", name="judge", attempts=2}'
     output = refused(tmp_path, f"rewards=[{reward}]")
     assert "RewardError: reward judge failed 2 times, last: RuntimeError: the judge is out" in " ".join(output.split())
     assert metric_rows(tmp_path / "runs" / "run") == []
 
 
 def test_reward_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
-    output = refused(tmp_path, 'rewards=[{type="custom", path="run_rewards:missing", name="judge"}]')
-    assert "ConfigError: rewards: path = 'run_rewards:missing' cannot be imported" in output
+    output = refused(tmp_path, 'rewards=[{type="python", path="run_rewards:missing", name="judge"}]')
+    assert "ConfigError: rewards.path = 'run_rewards:missing' cannot be imported" in output
 
 
 def test_prompt_that_is_too_long_is_refused_before_the_first_rollout(tmp_path: Path) -> None:

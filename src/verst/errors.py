@@ -38,7 +38,12 @@ class SyncError(VerstError):
 
 
 class RewardError(VerstError):
-    """A reward model failed for good, or answered with the wrong number of scores."""
+    """A reward failed, or answered with the wrong number of scores."""
+
+    permanent = False
+    """Set on an error that asking again cannot mend, e.g. a request that a service refuses."""
+    retry_after_s = 0.0
+    """Set to the seconds that a service wants to be left alone for."""
 
 
 class InvariantError(VerstError):

@@ -162,7 +162,7 @@ class Scores:
     by_reward: dict[str, tuple[float, ...]]
     """reward name -> one value a sample; NaN where the reward failed or was not finite (masked, never 0)."""
     num_failures: int = 0
-    """Calls that failed for good and were masked by policy."""
+    """Scores that a reward failed to give for good, masked by policy."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ from verst.config.recipe import RlRecipe
 from verst.config.sections import RewardConfig
 from verst.engine.server import EngineServer
 from verst.engine.wire import to_microgroup
-from verst.rewards import Reward, make_reward
+from verst.rewards import Reward, RewardBatch, make_reward
+from verst.rewards.base import Score
 from verst.trainer.pairs import PairBlock
 from verst.trainer.parallel import open_store
 from verst.trainer.rl import DTYPES, RlTrainer, UpdateMetrics
@@ -80,8 +81,8 @@ class RewardActor(Process):
         """Raises ConfigError or RewardError."""
         _ = self._reward
 
-    def score(self, media: torch.Tensor, prompts: Sequence[str]) -> list[float]:
-        return self._reward.score(media, prompts)
+    def score(self, batch: RewardBatch) -> Sequence[Score]:
+        return self._reward.score(batch)
 
 
 class TrainerActor(Process):

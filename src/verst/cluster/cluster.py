@@ -15,11 +15,15 @@ import ray
 from verst.cluster.actors import EngineActor, ParserActor, RewardActor, TrainerActor
 from verst.cluster.calls import ActorPool, all_of, result_of
 from verst.config.plan import process_plan
-from verst.config.recipe import RlRecipe, reward_name
+from verst.config.recipe import RlRecipe
+from verst.config.rewards import RewardConfig, reward_name
 from verst.engine.client import EngineClient
 from verst.errors import ConfigError
+from verst.rewards.base import RewardBatch, Score
 from verst.rewards.calls import CallResult, combine, score_with_policy
 from verst.rollout.engines import EnginePool
+from verst.rollout.plan import MicrogroupTask
+from verst.rollout.scoring import reward_batch
 from verst.trainer.pairs import PairBlock
 from verst.trainer.rl import UpdateMetrics
 from verst.types import Microgroup, SampleKey, Scores
@@ -135,27 +139,23 @@ class Cluster:
         microgroup: Microgroup = await self._parsers.call(lambda actor: actor.parse.remote(payload, keys))
         return microgroup
 
-    async def score(self, microgroup: Microgroup) -> Scores:
+    async def score(self, task: MicrogroupTask, microgroup: Microgroup) -> Scores:
         """Every reward of the recipe, side by side, each with its own attempts and policy."""
-        import torch
-
-        media = torch.stack([sample.media for sample in microgroup.samples])
-        prompts = [sample.prompt for sample in microgroup.samples]
-        jobs = {reward_name(r): self._score_one(r, media, prompts) for r in self._recipe.rewards}
+        batch = reward_batch(task, microgroup)
+        jobs = {reward_name(r): self._score_one(r, batch) for r in self._recipe.rewards}
         results = await asyncio.gather(*jobs.values())
         return combine(dict(zip(jobs, results, strict=True)))
 
-    async def _score_one(self, config: Any, media: Any, prompts: Sequence[str]) -> CallResult:
+    async def _score_one(self, config: RewardConfig, batch: RewardBatch) -> CallResult:
         pool = self._rewards[reward_name(config)]
 
-        async def call(media: Any, prompts: Sequence[str]) -> Sequence[float]:
-            values: Sequence[float] = await pool.call(lambda actor: actor.score.remote(media, prompts))
-            return values
+        async def call(batch: RewardBatch) -> Sequence[Score]:
+            scores: Sequence[Score] = await pool.call(lambda actor: actor.score.remote(batch))
+            return scores
 
         return await score_with_policy(
             call,
-            media,
-            prompts,
+            batch,
             name=reward_name(config),
             attempts=config.attempts,
             timeout_s=config.timeout_s,

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from verst.config import sections as s
 from verst.config.checks import divides, nearest_divisor, nearest_fit
+from verst.config.rewards import reward_name as reward_name
 from verst.config.supervised import SftRecipe as SftRecipe
 from verst.errors import ConfigError
 
@@ -123,14 +124,9 @@ class RlRecipe(s.Section):
         names = [reward_name(reward) for reward in self.rewards]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ConfigError(f"rewards: {twice} appear twice; give custom rewards a `name` of their own")
+            raise ConfigError(f"rewards: {twice} appear twice; give them a `name` of their own")
         if self.eval.weights == "ema" and self.trainer.ema_decay is None:
             raise ConfigError("eval.weights = ema needs trainer.ema_decay, e.g. 0.99")
 
 
 Recipe = RlRecipe | SftRecipe
-
-
-def reward_name(reward: s.RewardConfig) -> str:
-    """The reward's name in metrics."""
-    return reward.name if isinstance(reward, s.CustomReward) else reward.type

@@ -35,9 +35,9 @@ from verst.config.filters import FilterConfig as FilterConfig
 from verst.config.filters import NoFilter as NoFilter
 from verst.config.filters import ZeroVarianceFilter as ZeroVarianceFilter
 from verst.config.rewards import BrightnessReward as BrightnessReward
-from verst.config.rewards import CustomReward as CustomReward
 from verst.config.rewards import JpegSizeReward as JpegSizeReward
 from verst.config.rewards import OcrReward as OcrReward
+from verst.config.rewards import PythonReward as PythonReward
 from verst.config.rewards import RewardBase as RewardBase
 from verst.config.rewards import RewardConfig as RewardConfig
 from verst.config.steps import AllSteps as AllSteps

@@ -16,9 +16,11 @@ from verst.engine.worker import Worker
 from verst.loops.report import HELDOUT
 from verst.loops.rl import heldout_rewards, mean_of_finite, wants_cuda
 from verst.rewards.local import LocalRewards
+from verst.rewards.preflight import check_rewards
 from verst.rollout.pipeline import Pipeline
 from verst.rollout.plan import MicrogroupTask, plan_evaluation
 from verst.rollout.prompts import read_prompts
+from verst.rollout.scoring import reward_batch
 from verst.trainer.export import load_trained
 from verst.trainer.rl import DTYPES
 from verst.types import Microgroup, SampleKey, Scores
@@ -32,6 +34,8 @@ async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool
     worker = Worker(recipe.model.path, dtype=DTYPES[recipe.model.dtype], device=device)
     if checkpoint is not None:
         load_trained(worker.components.transformer, recipe, checkpoint, ema=ema)
+    heldout = read_prompts(recipe.prompts.heldout)[: recipe.eval.num_prompts]
+    check_rewards(recipe.rewards, [p.text for p in heldout], [p.metadata for p in heldout])
     rewards = LocalRewards(recipe.rewards)
 
     async def generate(task: MicrogroupTask) -> bytes:
@@ -43,15 +47,13 @@ async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool
     async def parse(payload: bytes, keys: Sequence[SampleKey]) -> Microgroup:
         return await asyncio.to_thread(to_microgroup, payload, keys)
 
-    async def score(microgroup: Microgroup) -> Scores:
-        media = torch.stack([sample.media for sample in microgroup.samples])
-        return await rewards.score(media, [sample.prompt for sample in microgroup.samples])
+    async def score(task: MicrogroupTask, microgroup: Microgroup) -> Scores:
+        return await rewards.score(reward_batch(task, microgroup))
 
     def check(task: MicrogroupTask, microgroup: Microgroup) -> None:
         check_echo(task.request, microgroup.echo)
 
     pipeline = Pipeline(generate=generate, parse=parse, check=check, score=score)
-    heldout = read_prompts(recipe.prompts.heldout)[: recipe.eval.num_prompts]
     scored, _ = await pipeline.run(plan_evaluation(recipe, heldout))
     values = heldout_rewards(recipe, scored)
     named = {f"{HELDOUT}/{name}": mean_of_finite(v) for name, v in values.items() if name != "total"}

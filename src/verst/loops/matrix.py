@@ -5,6 +5,7 @@ Tiny checkpoints, the real code: engine worker, wire, pairs, FSDP2 trainer, shar
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import tempfile
@@ -21,21 +22,22 @@ from PIL import Image
 from torch import Tensor
 
 from verst.algorithms.sft import draw_sigmas, noised, velocity_loss
-from verst.config import RlRecipe, parse_recipe
+from verst.config import RlRecipe, parse_recipe, reward_name
 from verst.engine.resolve import resolve
 from verst.engine.wire import encode_response, to_microgroup
 from verst.engine.worker import Worker
 from verst.errors import InvariantError
 from verst.families.tiny import TINY, build_tiny
 from verst.loops.batch import make_batch
-from verst.rewards import make_reward
+from verst.rewards.local import LocalRewards
 from verst.rollout.pipeline import ScoredMicrogroup, assemble
 from verst.rollout.plan import plan_rollout
 from verst.rollout.prompts import PromptSource
+from verst.rollout.scoring import reward_batch
 from verst.trainer.core import TileLoss
 from verst.trainer.parallel import open_store
 from verst.trainer.rl import RlTrainer
-from verst.types import Conditioning, Group, Latents, Microgroup, Scores
+from verst.types import Conditioning, Group, Latents, Microgroup
 from verst.weights.manifest import verify
 from verst.weights.receive import apply_manifest
 
@@ -171,18 +173,18 @@ def one_rank(recipe: RlRecipe, *, device: torch.device | None = None) -> Iterato
 def sample_groups(recipe: RlRecipe, worker: Worker) -> list[Group]:
     """One rollout through worker and wire, scored by the recipe's first reward."""
     source = PromptSource(recipe.prompts.train, seed=recipe.run.seed, shuffle=False)
-    reward = make_reward(recipe.rewards[0])
+    rewards = LocalRewards(recipe.rewards)
+    name = reward_name(recipe.rewards[0])
     scored = []
     for task in plan_rollout(recipe, source, 0):
         (records,) = worker.generate([resolve(task.request, worker.components)])
         if isinstance(records, Exception):
             raise records
         microgroup = to_microgroup(encode_response(records), task.keys)
-        values = reward.score(torch.stack([s.media for s in microgroup.samples]), list(task.prompts))
-        scores = Scores(by_reward={reward.name: tuple(values)})
+        scores = asyncio.run(rewards.score(reward_batch(task, microgroup)))
         scored.append(ScoredMicrogroup(task=task, microgroup=microgroup, scores=scores))
     groups = assemble(scored, group_size=recipe.rollout.group_size)
-    if len(set(groups[0].rewards()[reward.name])) < 2:
+    if len(set(groups[0].rewards()[name])) < 2:
         raise InvariantError("the two samples of the tiny rollout got the same reward: nothing to train on")
     return groups
 

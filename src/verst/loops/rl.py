@@ -21,7 +21,7 @@ from verst.loops.batch import Batch, make_batch, reward_weights
 from verst.loops.report import HELDOUT, Report
 from verst.loops.run_folder import RunFolder, dump
 from verst.loops.stop import Interrupted, StopSignal
-from verst.rewards import prompt_problems
+from verst.rewards.preflight import check_rewards
 from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, StageSeconds, assemble
 from verst.rollout.plan import plan_evaluation, plan_rollout
 from verst.rollout.prompts import Prompt, PromptSource, read_prompts
@@ -39,7 +39,8 @@ async def train_rl(recipe: RlRecipe, folder: RunFolder, *, quiet: bool = False, 
     try:
         source = PromptSource(recipe.prompts.train, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
         heldout = read_prompts(recipe.prompts.heldout)[: recipe.eval.num_prompts]
-        check_rewards_can_judge(recipe, [p.text for p in (*source.prompts, *heldout)])
+        prompts = [*source.prompts, *heldout]
+        check_rewards(recipe.rewards, [p.text for p in prompts], [p.metadata for p in prompts])
         done = resume_point(folder)
         report.status("starting Ray, engine and trainer")
         with StopSignal() as stop:
@@ -196,12 +197,6 @@ def resume_point(folder: RunFolder) -> int | None:
 
 def wants_cuda(recipe: RlRecipe) -> bool:
     return recipe.run.device == "cuda" or (recipe.run.device == "auto" and torch.cuda.is_available())
-
-
-def check_rewards_can_judge(recipe: RlRecipe, prompts: list[str]) -> None:
-    problems = [line for reward in recipe.rewards for line in prompt_problems(reward, prompts)]
-    if problems:
-        raise PromptError(f"{len(problems)} prompts cannot be scored: {'; '.join(problems[:3])}")
 
 
 def reward_metrics(recipe: RlRecipe, groups: list[Group], batch: Batch) -> dict[str, float]:

@@ -18,7 +18,9 @@ from verst.families import Components
 from verst.families.base import to_uint8
 from verst.flow.denoise import denoise
 from verst.flow.noise import SampleNoise, derive_seed
+from verst.rewards.base import RewardBatch
 from verst.rewards.local import LocalRewards
+from verst.rollout.prompts import Prompt
 from verst.types import Conditioning, Geometry, Latents
 
 
@@ -38,9 +40,10 @@ class Evaluation:
 class HeldOut:
     """The same prompts with the same noise every time: two readings differ by the weights alone."""
 
-    def __init__(self, prompts: Sequence[str], recipe: SftRecipe) -> None:
+    def __init__(self, prompts: Sequence[Prompt], recipe: SftRecipe) -> None:
         """Loads the rewards. Raises ConfigError or RewardError."""
-        self._prompts = list(prompts)
+        self._prompts = [prompt.text for prompt in prompts]
+        self._metadata = tuple(prompt.metadata for prompt in prompts)
         self._recipe = recipe
         self._rewards = LocalRewards(recipe.rewards)
 
@@ -60,7 +63,7 @@ class HeldOut:
                 )
             )
         media = torch.cat(batches)
-        scores = asyncio.run(self._rewards.score(media, self._prompts)).by_reward
+        scores = asyncio.run(self._rewards.score(self._batch(media))).by_reward
         weights = {reward_name(config): config.weight for config in recipe.rewards}
         totals = [sum(weights[n] * scores[n][i] for n in weights) for i in range(len(self._prompts))]
         return Evaluation(
@@ -70,6 +73,9 @@ class HeldOut:
             totals=totals,
             media=media,
         )
+
+    def _batch(self, media: Tensor) -> RewardBatch:
+        return RewardBatch(media=media, prompts=tuple(self._prompts), metadata=self._metadata)
 
 
 def _mean_of_finite(name: str, values: Sequence[float]) -> float:

@@ -27,8 +27,8 @@ from verst.loops.run_folder import RunFolder
 from verst.loops.sampling import Evaluation, HeldOut
 from verst.loops.text_lines import TextLines
 from verst.obs.metrics import MetricsLog
-from verst.rewards import prompt_problems
-from verst.rollout.prompts import read_prompts
+from verst.rewards.preflight import check_rewards
+from verst.rollout.prompts import Prompt, read_prompts
 from verst.trainer import checkpoint
 from verst.trainer.core import StepMetrics, Trainer
 from verst.types import Geometry
@@ -54,7 +54,7 @@ class SftRun:
         size = recipe.sampling
         self.data = TextLines(captions, recipe.data.fonts, height=size.height, width=size.width)
         self._heldout = HeldOut(prompts, recipe)
-        self.components = _load(recipe, self._device, [*captions, *prompts])
+        self.components = _load(recipe, self._device, [*captions, *(prompt.text for prompt in prompts)])
         trained = _trained_modules(self.components, recipe)
         self.trainer = Trainer(trained, recipe.trainer, total_steps=recipe.run.iterations)
         self.pipeline = folder.path / "pipeline"
@@ -199,20 +199,18 @@ def _device(recipe: SftRecipe) -> torch.device:
     return torch.device("cuda" if there and recipe.run.device != "cpu" else "cpu")
 
 
-def _prompts(recipe: SftRecipe) -> tuple[list[str], list[str]]:
+def _prompts(recipe: SftRecipe) -> tuple[list[str], list[Prompt]]:
     """Captions to draw, and the held-out prompts that are evaluated. Raises PromptError when the two share one."""
     captions = [prompt.text for prompt in read_prompts(recipe.data.prompts)]
-    heldout = [prompt.text for prompt in read_prompts(recipe.prompts.heldout)]
-    shared = sorted(set(captions) & set(heldout))
+    heldout = read_prompts(recipe.prompts.heldout)
+    shared = sorted(set(captions) & {prompt.text for prompt in heldout})
     if shared:
         raise PromptError(
             f"{len(shared)} held-out prompts of {recipe.prompts.heldout} are also drawn from {recipe.data.prompts}, "
             f"e.g. {shared[0]!r}: their reward would say nothing"
         )
     heldout = heldout[: recipe.eval.num_prompts]
-    problems = [line for reward in recipe.rewards for line in prompt_problems(reward, heldout)]
-    if problems:
-        raise PromptError(f"{len(problems)} held-out prompts cannot be scored: {'; '.join(problems[:3])}")
+    check_rewards(recipe.rewards, [p.text for p in heldout], [p.metadata for p in heldout])
     return captions, heldout
 
 

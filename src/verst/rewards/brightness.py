@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-from torch import Tensor
 
-from verst.config.sections import BrightnessReward
-from verst.rewards.base import frames_of
+from verst.config.rewards import BrightnessReward, reward_name
+from verst.rewards.base import RewardBatch
 from verst.rewards.looks import REC_601
 
 
 class Brightness:
-    """Mean Rec. 601 luma over frames and pixels, in [0, 1]: 0 is black, 1 is white."""
+    """Mean Rec. 601 luma over the pixels, in [0, 1]: 0 is black, 1 is white."""
 
     def __init__(self, config: BrightnessReward) -> None:
-        self.name: str = config.type
+        self.name = reward_name(config)
 
-    def score(self, media: Tensor, prompts: Sequence[str]) -> list[float]:
+    def score(self, batch: RewardBatch) -> list[float]:
         """See Reward.score; the prompts are not read."""
-        frames = frames_of(media, prompts)
-        luma: np.ndarray = frames.mean(axis=(1, 2, 3), dtype=np.float64) @ REC_601 / 255
+        luma: np.ndarray = batch.pictures().mean(axis=(1, 2), dtype=np.float64) @ REC_601 / 255
         return [float(value) for value in luma]

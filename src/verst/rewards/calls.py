@@ -1,4 +1,4 @@
-"""One microgroup's scoring: attempts, time limit, checks, and what a final failure means.
+"""One call's scoring: attempts, time limit, checks, and what a final failure means.
 
 Knows nothing of processes: `call` is a Ray actor's method in a run and a thread in tests.
 """
@@ -12,34 +12,34 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
 from verst.errors import RewardError
+from verst.rewards.base import RewardBatch, Score
 from verst.types import Scores
 
 log = logging.getLogger(__name__)
 
-Call = Callable[[Tensor, Sequence[str]], Awaitable[Sequence[float]]]
+Call = Callable[[RewardBatch], Awaitable[Sequence[Score]]]
+LONGEST_PAUSE_S = 60.0
+"""A service that wants to be left alone for longer is asked again after this all the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallResult:
-    """What one reward said of one microgroup."""
+    """What one reward said of one batch."""
 
     values: tuple[float, ...]
     """One a sample; NaN where there is no score."""
     num_attempts: int
     """Calls made; 1 when nothing went wrong."""
     num_failures: int = 0
-    """1 when the last attempt failed too and the policy is to mask."""
+    """Samples that failed for good and were masked by policy."""
     num_non_finite: int = 0
     """Values that the reward itself gave as NaN or infinite; masked."""
 
 
 async def score_with_policy(
     call: Call,
-    media: Tensor,
-    prompts: Sequence[str],
+    batch: RewardBatch,
     *,
     name: str,
     attempts: int,
@@ -47,31 +47,58 @@ async def score_with_policy(
     on_failure: Literal["stop", "mask"],
     backoff_s: float = 0.2,
 ) -> CallResult:
-    """Scores of B samples; media: uint8 [B, F, H, W, 3].
+    """Scores of B samples.
 
-    An exception of `call`, a call longer than `timeout_s` and a wrong number of scores are failures: the call is made
-    again after backoff_s, 2 backoff_s, ... until `attempts` are used up. Then RewardError ("stop"), or NaN for every
-    sample ("mask"). A failure is never a score.
+    An exception of `call`, a call longer than `timeout_s`, a wrong number of scores and an error in the place of a score
+    are failures. The samples without a score, and no others, are asked about again after backoff_s, 2 backoff_s, ... (or
+    what a service asked for) until `attempts` are used up or an error is permanent. Then RewardError ("stop"), or NaN
+    for those samples ("mask"). A failure is never a score.
     """
-    error: Exception | None = None
-    for attempt in range(1, attempts + 1):
-        if error is not None:
-            await asyncio.sleep(backoff_s * 2 ** (attempt - 2))
-        try:
-            async with asyncio.timeout(timeout_s):
-                values = [float(value) for value in await call(media, prompts)]
-            if len(values) != len(prompts):
-                raise RewardError(f"gave {len(values)} scores for {len(prompts)} samples")
-        except Exception as caught:  # noqa: BLE001 - a reward is foreign code; the last error is the cause of RewardError
-            error = caught
-            log.warning("reward %s, attempt %d of %d: %s", name, attempt, attempts, _describe(caught, timeout_s))
-            continue
-        finite = tuple(value if math.isfinite(value) else math.nan for value in values)
-        return CallResult(values=finite, num_attempts=attempt, num_non_finite=sum(map(math.isnan, finite)))
-    assert error is not None, f"reward {name}: attempts = {attempts}"
-    if on_failure == "stop":
-        raise RewardError(f"reward {name} failed {attempts} times, last: {_describe(error, timeout_s)}") from error
-    return CallResult(values=(math.nan,) * len(prompts), num_attempts=attempts, num_failures=1)
+    scores: list[Score] = [RewardError("was not asked")] * len(batch)
+    left = list(range(len(batch)))
+    attempt = 0
+    while left and attempt < attempts:
+        attempt += 1
+        asked = batch if len(left) == len(batch) else batch.rows(left)
+        for row, score in zip(left, await _attempt(call, asked, timeout_s), strict=True):
+            scores[row] = score
+        errors = [score for score in scores if isinstance(score, RewardError)]
+        if errors:
+            log.warning("reward %s, attempt %d of %d, %d samples: %s", name, attempt, attempts, len(errors), errors[-1])
+        left = [row for row, score in enumerate(scores) if isinstance(score, RewardError) and not score.permanent]
+        if left and attempt < attempts:
+            wanted = max(error.retry_after_s for error in errors)
+            await asyncio.sleep(min(max(backoff_s * 2 ** (attempt - 1), wanted), LONGEST_PAUSE_S))
+    failures = [score for score in scores if isinstance(score, RewardError)]
+    if failures and on_failure == "stop":
+        last = failures[-1]
+        times = "for good" if last.permanent else f"{attempt} times"
+        raise RewardError(f"reward {name} failed {times}, last: {last}") from (last.__cause__ or last)
+    values = [math.nan if isinstance(score, RewardError) else float(score) for score in scores]
+    finite = tuple(value if math.isfinite(value) else math.nan for value in values)
+    return CallResult(
+        values=finite,
+        num_attempts=attempt,
+        num_failures=len(failures),
+        num_non_finite=sum(map(math.isnan, finite)) - len(failures),
+    )
+
+
+async def _attempt(call: Call, batch: RewardBatch, timeout_s: float) -> list[Score]:
+    """One a sample; where the call as a whole failed, its error for each of them."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            answer = await call(batch)
+        scores = [score if isinstance(score, RewardError) else float(score) for score in answer]
+        if len(scores) != len(batch):
+            raise RewardError(f"gave {len(scores)} scores for {len(batch)} samples")
+    except RewardError as error:
+        return [error] * len(batch)
+    except Exception as error:  # noqa: BLE001 - a reward is foreign code; its error is the cause of RewardError
+        failure = RewardError(_describe(error, timeout_s))
+        failure.__cause__ = error
+        return [failure] * len(batch)
+    return scores
 
 
 def combine(results: Mapping[str, CallResult]) -> Scores:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from verst.config.sections import RewardConfig
+from verst.config.rewards import RewardConfig
 from verst.rewards import make_reward
-from verst.rewards.base import Reward
+from verst.rewards.base import Reward, RewardBatch, Score
 from verst.rewards.calls import Call, combine, score_with_policy
 from verst.types import Scores
 
@@ -21,14 +19,13 @@ class LocalRewards:
         """Loads every reward. Raises ConfigError or RewardError."""
         self._rewards: list[tuple[RewardConfig, Reward]] = [(config, make_reward(config)) for config in configs]
 
-    async def score(self, media: Tensor, prompts: Sequence[str]) -> Scores:
-        """media: uint8 [B, F, H, W, 3], one prompt a sample. Raises RewardError after a final failure under "stop"."""
+    async def score(self, batch: RewardBatch) -> Scores:
+        """Raises RewardError after a final failure under "stop"."""
         results = {}
         for config, reward in self._rewards:
             results[reward.name] = await score_with_policy(
                 _in_thread(reward),
-                media,
-                prompts,
+                batch,
                 name=reward.name,
                 attempts=config.attempts,
                 timeout_s=config.timeout_s,
@@ -38,7 +35,7 @@ class LocalRewards:
 
 
 def _in_thread(reward: Reward) -> Call:
-    async def call(media: Tensor, prompts: Sequence[str]) -> list[float]:
-        return await asyncio.to_thread(reward.score, media, prompts)
+    async def call(batch: RewardBatch) -> Sequence[Score]:
+        return await asyncio.to_thread(reward.score, batch)
 
     return call

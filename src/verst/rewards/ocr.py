@@ -10,26 +10,23 @@ import importlib.util
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime
 from PIL import Image
-from torch import Tensor
 
-from verst.config.sections import OcrReward
+from verst.config.rewards import OcrReward, reward_name
 from verst.errors import RewardError
-from verst.rewards.base import frames_of, spread
+from verst.rewards.base import RewardBatch
 
 _RECOGNISER = "PP-OCRv6_rec_small.onnx"
 _HEIGHT = 48
 """Input height of the recogniser, in pixels."""
 _CHUNK = 16
 """Pictures of one call; a larger batch is no faster on a CPU."""
-_NUM_FRAMES = 4
-"""Frames of a clip that are read; the score is their mean."""
 
 
 class Ocr:
@@ -37,25 +34,20 @@ class Ocr:
 
     def __init__(self, config: OcrReward) -> None:
         """Loads the recogniser (line) or detector and recogniser (scene). Raises RewardError where they are missing."""
-        self.name: str = config.type
+        self.name = reward_name(config)
         self._target = config.target
         make: Callable[[int], LineReader | SceneReader] = LineReader if config.mode == "line" else SceneReader
         self._reader = make(config.threads or len(os.sched_getaffinity(0)))
 
-    def score(self, media: Tensor, prompts: Sequence[str]) -> list[float]:
+    def score(self, batch: RewardBatch) -> list[float]:
         """See Reward.score. Raises RewardError for a prompt without a text to compare with."""
-        clips = frames_of(media, prompts)
-        targets = [target_text(prompt, self._target) for prompt in prompts]
-        chosen = spread(clips.shape[1], _NUM_FRAMES)
-        texts = self._reader.read([clip[i] for clip in clips for i in chosen])
-        scores = []
-        for row, target in enumerate(targets):
-            read = texts[row * len(chosen) : (row + 1) * len(chosen)]
-            scores.append(float(np.mean([similarity(text, target) for text in read])))
-        return scores
+        pictures = batch.pictures()
+        targets = [target_text(prompt, self._target) for prompt in batch.prompts]
+        texts = self._reader.read(list(pictures))
+        return [similarity(text, target) for text, target in zip(texts, targets, strict=True)]
 
 
-def prompt_problems(config: OcrReward, prompts: Sequence[str]) -> list[str]:
+def prompt_problems(config: OcrReward, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> list[str]:
     """One line for each prompt that has no text to compare with; needs no model."""
     problems = []
     for prompt in prompts:

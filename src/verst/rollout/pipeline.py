@@ -22,7 +22,7 @@ Generate = Callable[[MicrogroupTask], Awaitable[bytes]]
 Parse = Callable[[bytes, Sequence[SampleKey]], Awaitable[Microgroup]]
 Check = Callable[[MicrogroupTask, Microgroup], None]
 """Raises EchoError where the engine did not do what the task asked for."""
-Score = Callable[[Microgroup], Awaitable[Scores]]
+Score = Callable[[MicrogroupTask, Microgroup], Awaitable[Scores]]
 OnSpan = Callable[[dict[str, Any]], None]
 
 
@@ -71,7 +71,7 @@ class Pipeline:
         stages["last_generated"] = time.perf_counter()
         microgroup = await self._timed("deserialize", task, stages, self._parse(payload, task.keys))
         self._check(task, microgroup)
-        scores = await self._timed("reward", task, stages, self._score(microgroup))
+        scores = await self._timed("reward", task, stages, self._score(task, microgroup))
         return ScoredMicrogroup(task=task, microgroup=microgroup, scores=scores)
 
     async def _timed(self, stage: str, task: MicrogroupTask, stages: dict[str, float], work: Awaitable[Any]) -> Any:

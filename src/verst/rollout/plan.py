@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ class MicrogroupTask:
     keys: tuple[SampleKey, ...]
     prompts: tuple[str, ...]
     """One a sample; all the same in training."""
+    metadata: tuple[Mapping[str, Any], ...]
+    """One a sample: the other columns of its prompt row, for rewards."""
     request: GenerateRequest
 
     @property
@@ -95,7 +97,10 @@ def _training_task(
         rollout_log_prob_reduction=recipe.sampling.log_prob_reduction,
         rollout_share_prefix=branch,
     )
-    return MicrogroupTask(keys=keys, prompts=(prompt.text,) * len(keys), request=request)
+    count = len(keys)
+    return MicrogroupTask(
+        keys=keys, prompts=(prompt.text,) * count, metadata=(prompt.metadata,) * count, request=request
+    )
 
 
 def condition_images(prompt: Prompt) -> list[str] | None:
@@ -119,7 +124,8 @@ def plan_evaluation(recipe: RlRecipe, prompts: Sequence[Prompt]) -> list[Microgr
         request = GenerateRequest(
             **_common(recipe, seeds), prompts=texts, image_path=condition_images(batch[0]), rollout=False
         )
-        tasks.append(MicrogroupTask(keys=keys, prompts=texts, request=request))
+        metadata = tuple(prompt.metadata for prompt in batch)
+        tasks.append(MicrogroupTask(keys=keys, prompts=texts, metadata=metadata, request=request))
     return tasks
 
 
