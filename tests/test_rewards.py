@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from verst.config.rewards import FramesConfig
+from verst.config.rewards import ContrastReward, FramesConfig, SharpnessReward
 from verst.config.sections import BrightnessReward, JpegSizeReward, OcrReward, PythonReward
 from verst.errors import ConfigError, PromptError, RewardError
 from verst.rewards import REWARDS, RewardBatch, make_reward
@@ -140,6 +140,15 @@ def test_brightness_is_mean_luma():
         reward, torch.stack([clip(0, size=(8, 8)), clip(255, size=(8, 8)), red]), ["", "", ""]
     ) == pytest.approx([0.0, 1.0, 0.299])
     assert scored(reward, half[None], [""]) == pytest.approx([0.5])
+
+
+def test_sharpness_and_contrast_of_known_pictures():
+    stripes = torch.zeros(1, 8, 8, 3, dtype=torch.uint8)
+    stripes[:, :, ::2] = 255
+    batch = torch.stack([clip(90, size=(8, 8)), stripes])
+    # Every step across is of full size, none down is.
+    assert scored(make_reward(SharpnessReward()), batch, ["", ""]) == pytest.approx([0.0, 0.5])
+    assert scored(make_reward(ContrastReward()), batch, ["", ""]) == pytest.approx([0.0, 1.0])
 
 
 def test_jpeg_size_orders_pictures_and_is_bounded():

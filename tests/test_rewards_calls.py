@@ -168,7 +168,7 @@ def test_the_pause_is_what_a_service_asks_for(monkeypatch):
     async def noted(seconds):
         pauses.append(seconds)
 
-    monkeypatch.setattr("verst.rewards.calls.asyncio.sleep", noted)
+    monkeypatch.setattr("verst.rewards.calls.sleep", noted)
     score(
         Scorer(late(RewardError("busy"), retry_after_s=7.0), late(RewardError("busy"), retry_after_s=900.0), [1.0, 2.0])
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from verst.config.basis import Flag, NonNegativeInt, Number, PositiveFloat, PositiveInt, Section
+from verst.config.basis import Flag, NonNegativeFloat, NonNegativeInt, Number, PositiveFloat, PositiveInt, Section
 from verst.config.plugins import ObjectPath
+from verst.errors import ConfigError
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
@@ -30,13 +32,18 @@ class RewardBase(Section):
     """A final failure stops the run, or leaves the sample out and counts it; it is never a score."""
 
 
-class FramesConfig(Section):
-    """Which frames of a clip an image reward sees. An image is its own only frame, whatever stands here."""
+class FrameChoice(Section):
+    """Which frames of a clip a reward sees. An image is its own only frame, whatever stands here."""
 
     policy: Literal["first", "middle", "last", "uniform", "all"] = "middle"
     """One frame, `count` frames spread evenly over the clip, or every frame."""
     count: PositiveInt = 4
     """Frames of the policy uniform; a shorter clip gives all it has."""
+
+
+class FramesConfig(FrameChoice):
+    """The same for a reward that judges one picture at a time."""
+
     reduce: Literal["mean", "min", "max"] = "mean"
     """From the scores of the frames to the score of the clip."""
 
@@ -94,7 +101,90 @@ class PythonReward(RewardBase):
     """Keyword arguments of the function, or of the class when it is made."""
 
 
-RewardConfig = Annotated[OcrReward | JpegSizeReward | BrightnessReward | PythonReward, Field(discriminator="type")]
+class SharpnessReward(ImageRewardBase):
+    row_independent: ClassVar[bool] = True
+
+    type: Literal["sharpness"] = "sharpness"
+    """Mean absolute luma difference of neighbouring pixels, in [0, 1]."""
+
+
+class ContrastReward(ImageRewardBase):
+    row_independent: ClassVar[bool] = True
+
+    type: Literal["contrast"] = "contrast"
+    """Twice the standard deviation of luma over the pixels, in [0, 1]."""
+
+
+EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+"""Name of an environment variable: secrets never stand in a recipe."""
+Url = Annotated[str, Field(pattern=r"^https?://\S+$")]
+
+
+class HttpReward(RewardBase):
+    type: Literal["http"] = "http"
+    url: Url
+    """A batch of samples is POSTed there; docs/rewards.md has the protocol."""
+    format: Literal["json_png", "json_npy", "msgpack"] = "json_png"
+    """Body of the request: JSON with base64 of PNG files or of one .npy file, or msgpack with .npy bytes."""
+    headers_env: dict[str, EnvName] = Field(default_factory=dict)
+    """Header -> environment variable that holds its value, e.g. {Authorization = "JUDGE_AUTH"}."""
+    frames: FramesConfig | None = None
+    """Send single frames of a clip as samples of their own and reduce their scores; left out: send clips whole."""
+
+
+class OpenaiReward(RewardBase):
+    row_independent: ClassVar[bool] = True
+
+    type: Literal["openai"] = "openai"
+    base_url: Url
+    """Of an OpenAI-compatible service, e.g. "http://127.0.0.1:8000/v1"; `/chat/completions` is added."""
+    model: str
+    """The judge's name at the service."""
+    rubric: Path
+    """Text file: what the judge is asked, with {prompt} where the sample's prompt goes."""
+    api_key_env: EnvName | None = None
+    """Environment variable that holds the key; left out: no key is sent."""
+    score_range: tuple[Number, Number] = (0.0, 10.0)
+    """Lowest and highest score the rubric asks for; mapped to 0 and 1. An answer outside is a failure."""
+    structured: Flag = True
+    """Ask for JSON {"reason", "score"} by a schema (response_format); false: the whole answer must be one number."""
+    frames: FrameChoice = FrameChoice(policy="uniform")
+    """Frames of a clip that the judge sees, in one request."""
+    concurrency: PositiveInt = 8
+    """Requests at a time of one worker; there is one request a sample."""
+    request_timeout_s: PositiveFloat = 60.0
+    """Seconds one request may take; `timeout_s` is for all samples of a call."""
+    max_tokens: PositiveInt = 512
+    """Length of an answer."""
+    temperature: NonNegativeFloat = 0.0
+    """0 = the judge's likeliest answer."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of the request, e.g. {seed = 1}."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> OpenaiReward:
+        low, high = self.score_range
+        if not low < high:
+            raise ConfigError(f"rewards.score_range = [{low:g}, {high:g}] must go from the lowest to the highest score")
+        if self.request_timeout_s > self.timeout_s:
+            raise ConfigError(
+                f"rewards.request_timeout_s = {self.request_timeout_s:g} is more than rewards.timeout_s = {self.timeout_s:g}, "
+                "the time for all samples of a call; raise that, or lower it"
+            )
+        return self
+
+
+RewardConfig = Annotated[
+    OcrReward
+    | JpegSizeReward
+    | BrightnessReward
+    | SharpnessReward
+    | ContrastReward
+    | HttpReward
+    | OpenaiReward
+    | PythonReward,
+    Field(discriminator="type"),
+]
 
 
 def reward_name(reward: RewardConfig) -> str:

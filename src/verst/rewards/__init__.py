@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from verst.config.rewards import ImageRewardBase, RewardConfig
+from verst.config.rewards import HttpReward, ImageRewardBase, RewardConfig
 from verst.rewards.base import Reward, RewardBatch
 from verst.rewards.brightness import Brightness
+from verst.rewards.contrast import Contrast
 from verst.rewards.frames import FrameWise
+from verst.rewards.http import Http
 from verst.rewards.jpeg_size import JpegSize
 from verst.rewards.ocr import Ocr
 from verst.rewards.python import Python
+from verst.rewards.sharpness import Sharpness
+from verst.rewards.vision_judge import VisionJudge
 
 __all__ = ["REWARDS", "Reward", "RewardBatch", "make_reward"]
 
@@ -19,6 +23,10 @@ REWARDS: dict[str, Callable[[Any], Reward]] = {
     "ocr": Ocr,
     "jpeg_size": JpegSize,
     "brightness": Brightness,
+    "sharpness": Sharpness,
+    "contrast": Contrast,
+    "http": Http,
+    "openai": VisionJudge,
     "python": Python,
 }
 """Recipe type -> class, made from its config section."""
@@ -27,4 +35,6 @@ REWARDS: dict[str, Callable[[Any], Reward]] = {
 def make_reward(config: RewardConfig) -> Reward:
     """The reward of one [[rewards]] table, its model loaded. Raises ConfigError or RewardError."""
     reward = REWARDS[config.type](config)
-    return FrameWise(reward, config.frames) if isinstance(config, ImageRewardBase) else reward
+    if isinstance(config, ImageRewardBase | HttpReward) and config.frames is not None:
+        return FrameWise(reward, config.frames)
+    return reward

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from asyncio import sleep
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -68,7 +69,7 @@ async def score_with_policy(
         left = [row for row, score in enumerate(scores) if isinstance(score, RewardError) and not score.permanent]
         if left and attempt < attempts:
             wanted = max(error.retry_after_s for error in errors)
-            await asyncio.sleep(min(max(backoff_s * 2 ** (attempt - 1), wanted), LONGEST_PAUSE_S))
+            await sleep(min(max(backoff_s * 2 ** (attempt - 1), wanted), LONGEST_PAUSE_S))
     failures = [score for score in scores if isinstance(score, RewardError)]
     if failures and on_failure == "stop":
         last = failures[-1]

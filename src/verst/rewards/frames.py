@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from verst.config.rewards import FramesConfig
+from verst.config.rewards import FrameChoice, FramesConfig
 from verst.errors import RewardError
 from verst.rewards.base import Reward, RewardBatch, Score
 
@@ -40,7 +40,7 @@ def frame_batch(batch: RewardBatch, chosen: Sequence[int]) -> RewardBatch:
     )
 
 
-def chosen_frames(num_frames: int, config: FramesConfig) -> list[int]:
+def chosen_frames(num_frames: int, config: FrameChoice) -> list[int]:
     """Indices of the frames that a policy takes of a clip, ascending."""
     if config.policy == "all":
         return list(range(num_frames))

@@ -7,9 +7,9 @@ from typing import Any
 
 from verst.config.rewards import RewardConfig, reward_name
 from verst.errors import ConfigError, PromptError
-from verst.rewards import ocr
+from verst.rewards import http, ocr, vision_judge
 
-NEEDS: dict[str, Callable[[Any], list[str]]] = {}
+NEEDS: dict[str, Callable[[Any], list[str]]] = {"http": http.needs, "openai": vision_judge.needs}
 """Recipe type -> one line for each file, setting or package that is missing, for those that need some."""
 PROMPT_CHECKS: dict[str, Callable[[Any, Sequence[str], Sequence[Mapping[str, Any]]], list[str]]] = {
     "ocr": ocr.prompt_problems
