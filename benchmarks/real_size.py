@@ -12,6 +12,7 @@ CEILING. `--layers 1 --small --device cpu` runs the same code on a CPU, to try i
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import time
@@ -26,6 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from verst.algorithms import make_algorithm
+from verst.algorithms.pairs import pair_block, tiles_of
 from verst.config import RlRecipe, parse_recipe
 from verst.families.base import Family
 from verst.families.cosmos3 import Cosmos3
@@ -41,9 +44,9 @@ from verst.flow.hooks import Stream, prepare_rollout
 from verst.flow.noise import SampleNoise
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.trainer.core import Trainer
-from verst.trainer.objectives import FlowGrpo, Policies
-from verst.trainer.pairs import pair_block, tiles_of
 from verst.trainer.parallel import join_mesh, leave_mesh, open_store, shard
+from verst.trainer.policies import TrainerPolicies
+from verst.trainer.rl import tile_loss
 from verst.types import Conditioning, Geometry, Latents, Microgroup, Sample, SampleKey
 from verst.weights.lora import LoraSpec, adaptable, attach_lora
 
@@ -362,19 +365,30 @@ def train_step(case: Case, module: nn.Module, microgroup: Microgroup, options: O
     try:
         shard(module, blocks=case.family.fsdp_blocks, mesh=mesh, compute_dtype=torch.bfloat16)
         core = Trainer({"transformer": module}, recipe.trainer, total_steps=2, mesh=mesh)
-        policies = Policies(family=case.family, live=module, core=core, reference=None, dtype=torch.bfloat16)
+        policies = TrainerPolicies(
+            family=case.family,
+            live=module,
+            named=core.named,
+            reference=None,
+            old="none",
+            transition=make_transition(recipe.sampling.transition.type, recipe.sampling.transition.eta),
+            guidance_scale=recipe.sampling.guidance_scale,
+            dtype=torch.bfloat16,
+        )
         advantages = [(-1.0) ** i for i in range(case.samples)]
         block = pair_block(microgroup, advantages=advantages, mask=[True] * case.samples)
         tiles = tiles_of([block], tile_size=case.samples, device=options.device)
-        objective = FlowGrpo(recipe, policies)
-        first = core.step(objective.closures(tiles, block.num_pairs))
+        algorithm = make_algorithm(recipe.algorithm, sampling=recipe.sampling, seed=recipe.run.seed)
+        loss = functools.partial(tile_loss, algorithm, policies, num_pairs=block.num_pairs)
+        closures = [functools.partial(loss, tile) for tile in tiles]
+        first = core.step(closures)
         with clock("train"):
-            core.step(objective.closures(tiles, block.num_pairs))
+            core.step(closures)
     finally:
         leave_mesh()
     return {
         "lora_parameters_million": sum(p.numel() for p in core.named.values()) / 1e6,
-        "ratio_max_deviation": first.maxima["ratio_deviation"],
+        "ratio_max_deviation": first.maxima["ratio_max_deviation"],
         "grad_norm": first.grad_norm,
     }
 

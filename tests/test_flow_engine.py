@@ -14,6 +14,7 @@ from engine_fixtures import CPU, folder, made, request  # noqa: F401
 from family_fixtures import generate, request_of, tiny_folder, tiny_worker
 from torch import Tensor
 
+from verst.algorithms.pairs import joint_log_prob, pair_block, tiles_of
 from verst.engine.resolve import resolve
 from verst.engine.server import EngineServer
 from verst.engine.wire import decode_response, encode_response
@@ -21,8 +22,7 @@ from verst.engine.worker import Worker
 from verst.errors import EngineError, InvariantError, RequestError
 from verst.flow.controller import make_transition
 from verst.flow.noise import SampleNoise
-from verst.trainer.pairs import pair_block, tiles_of
-from verst.trainer.policies import joint_log_prob, step_distribution
+from verst.trainer.policies import step_distribution
 from verst.types import Latents
 
 JOINT = ["ltx2", "minimax-h3"]

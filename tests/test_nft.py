@@ -10,7 +10,8 @@ from run_fixtures import recipe_with
 from torch import Tensor
 from trainer_fixtures import LORA, largest_difference, one_rank, shares_of
 
-from verst.algorithms.nft import nft_loss, old_policy_decay
+from verst.algorithms.base import Follows
+from verst.algorithms.nft import nft_loss
 from verst.errors import ConfigError
 
 
@@ -62,8 +63,8 @@ def test_gradient_turns_with_the_advantage_when_policies_coincide() -> None:
 
 
 def test_old_policy_schedules() -> None:
-    assert [old_policy_decay(n, flat=0, ramp=0.001, largest=0.5) for n in (0, 10, 1000)] == [0.0, 0.01, 0.5]
-    assert [old_policy_decay(n, flat=75, ramp=0.0075, largest=0.999) for n in (75, 76, 1000)] == [0.0, 0.0075, 0.999]
+    assert [Follows(flat=0, ramp=0.001, largest=0.5).decay(n) for n in (0, 10, 1000)] == [0.0, 0.01, 0.5]
+    assert [Follows(flat=75, ramp=0.0075, largest=0.999).decay(n) for n in (75, 76, 1000)] == [0.0, 0.0075, 0.999]
 
 
 NFT = ('algorithm={type="nft", timestep_fraction=0.5, old_flat=1, old_ramp=0.25}', 'sampling.steps={type="none"}')
@@ -82,12 +83,12 @@ def test_the_old_policy_samples_and_follows_by_its_schedule(tmp_path: Path, fine
         assert first.policy["old_distance"] == 0.0
         # Rollout 0 is flat: the old policy becomes the live one.
         live = trainer.weights()
-        assert largest_difference(live, {n: v.full_tensor() for n, v in trainer._objective.sampler().items()}) == 0.0
+        assert largest_difference(live, {n: v.full_tensor() for n, v in trainer.old.shadow.items()}) == 0.0
         assert largest_difference(live, start) > 0
         trainer.update(share)  # rollout 1: decay 0
         before = trainer.weights()
         trainer.update(share)  # rollout 2: decay 0.25
-        after, old = trainer.weights(), trainer._objective.sampler()
+        after, old = trainer.weights(), trainer.old.shadow
         expected = {name: 0.25 * before[name] + 0.75 * after[name] for name in before}
         assert largest_difference(expected, {n: v.full_tensor() for n, v in old.items()}) <= 1e-6
 
@@ -102,12 +103,12 @@ def test_a_resumed_run_keeps_its_old_policy(tmp_path: Path) -> None:
         (tmp_path / ".partial_step_00000003").rename(tmp_path / "saved")
         trainer.update(share)
         straight = trainer.weights()
-        old = {n: v.full_tensor().clone() for n, v in trainer._objective.sampler().items()}
+        old = {n: v.full_tensor().clone() for n, v in trainer.old.shadow.items()}
     with one_rank(recipe) as trainer:
         trainer.load(tmp_path / "saved")
         trainer.update(share)
         assert largest_difference(straight, trainer.weights()) == 0.0
-        assert largest_difference(old, {n: v.full_tensor() for n, v in trainer._objective.sampler().items()}) == 0.0
+        assert largest_difference(old, {n: v.full_tensor() for n, v in trainer.old.shadow.items()}) == 0.0
 
 
 @pytest.mark.parametrize(

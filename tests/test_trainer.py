@@ -14,11 +14,11 @@ from run_fixtures import recipe_with, tiny_model
 from torch import Tensor, nn
 from trainer_fixtures import LORA, Shares, gradients, groups_of, largest_difference, one_rank, shares_of
 
+from verst.algorithms.pairs import PairBlock
 from verst.config.recipe import RlRecipe
 from verst.engine.worker import Worker
 from verst.families import recognise
 from verst.loops.batch import make_batch
-from verst.trainer.pairs import PairBlock
 from verst.trainer.rl import RlTrainer
 from verst.types import SampleKey
 from verst.weights.receive import apply_manifest

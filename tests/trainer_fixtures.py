@@ -20,6 +20,7 @@ from rank_fixtures import leave_and_exit
 from run_fixtures import recipe_with, tiny_model
 from torch import Tensor
 
+from verst.algorithms.pairs import PairBlock
 from verst.config.recipe import RlRecipe
 from verst.engine.resolve import resolve
 from verst.engine.wire import encode_response, to_microgroup
@@ -28,7 +29,6 @@ from verst.loops.batch import make_batch
 from verst.rollout.pipeline import ScoredMicrogroup, assemble
 from verst.rollout.plan import plan_rollout
 from verst.rollout.prompts import PromptSource
-from verst.trainer.pairs import PairBlock
 from verst.trainer.parallel import open_store
 from verst.trainer.rl import DTYPES, RlTrainer
 from verst.types import Group, SampleKey, Scores

@@ -1,12 +1,32 @@
-"""Flow-GRPO (arXiv 2505.05470): the clipped policy-gradient loss over denoising steps."""
+"""Flow-GRPO (arXiv 2505.05470): the clipped policy gradient over recorded denoising steps.
+
+With other transitions and step strategies of the recipe it is DanceGRPO (`dance`), MixGRPO (`sliding`) and
+Flow-GRPO-Fast (`branch`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from verst.algorithms.base import (
+    OldPolicy,
+    PairLosses,
+    Policies,
+    ScoredGroup,
+    largest,
+    over_streams,
+    recorded_blocks,
+)
+from verst.algorithms.pairs import PairBlock, Tile, joint_log_prob
+from verst.config.algorithms import FlowGrpoConfig
+from verst.config.sections import SamplingConfig
+from verst.flow import transitions
+from verst.flow.transitions import StepDistribution
 
 
 class PolicyLoss(NamedTuple):
@@ -31,3 +51,56 @@ def policy_loss(
     limited = ratio.clamp(1 - clip_low, 1 + clip_high)
     outside = ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).to(ratio.dtype)
     return PolicyLoss(torch.maximum(-advantage * ratio, -advantage * limited), ratio, outside)
+
+
+class FlowGrpo:
+    """The clipped ratio on recorded steps, with an optional KL to a reference."""
+
+    def __init__(self, config: FlowGrpoConfig, *, sampling: SamplingConfig, seed: int) -> None:
+        del seed
+        self._config = config
+        self._reduction = sampling.log_prob_reduction
+        self.old: OldPolicy = "start" if config.old_log_probs == "recompute" else "none"
+
+    def blocks(self, group: ScoredGroup) -> list[PairBlock]:
+        """See Algorithm.blocks."""
+        return recorded_blocks(group, keep_all=self._config.kl_beta > 0)
+
+    def loss(self, tile: Tile, policies: Policies) -> PairLosses:
+        """See Algorithm.loss."""
+        config = self._config
+        new = joint_log_prob(policies.distribution(tile), tile, reduction=self._reduction)
+        old = tile.old_log_probs
+        if config.old_log_probs == "recompute":
+            old = joint_log_prob(policies.distribution(tile, "old"), tile, reduction=self._reduction)
+        parts = {
+            name: policy_loss(
+                log_prob, old[name], tile.advantages, clip_low=config.clip_low, clip_high=config.clip_high
+            )
+            for name, log_prob in new.items()
+        }
+        loss = over_streams(config, {name: part.loss for name, part in parts.items()})
+        means = {"clip_fraction": largest([part.clipped for part in parts.values()])}
+        if config.kl_beta > 0:
+            kl = transition_kl(config, tile, policies)
+            loss, means["kl"] = loss + config.kl_beta * kl, kl.detach()
+        maxima = {
+            "ratio_max_deviation": largest([(part.ratio.detach() - 1).abs() for part in parts.values()]),
+            "log_prob_max_difference": largest([(new[name].detach() - old[name]).abs() for name in new]),
+        }
+        return PairLosses(loss=loss, means=means, maxima=maxima)
+
+
+def transition_kl(config: FlowGrpoConfig, tile: Tile, policies: Policies) -> Tensor:
+    """[B] KL to the reference with the transition's own std, over streams; gradients in the policy only."""
+    steps: Mapping[str, StepDistribution] = policies.distribution(tile)
+    reference = policies.distribution(tile, "reference")
+
+    def of_stream(name: str) -> Tensor:
+        std = steps[name].std
+        if config.kl_form == "no_dt":
+            dt = tile.next_sigmas[name] - tile.sigmas[name]
+            std = std / transitions.per_row(torch.sqrt(-dt), steps[name].mean)
+        return transitions.gaussian_kl(steps[name].mean, reference[name].mean, std)
+
+    return over_streams(config, {name: of_stream(name) for name in steps})

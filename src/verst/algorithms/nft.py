@@ -10,6 +10,22 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
+from verst.algorithms.base import (
+    Follows,
+    OldPolicy,
+    PairLosses,
+    Policies,
+    ScoredGroup,
+    mean_square,
+    noised_blocks,
+    over_streams,
+    total,
+    velocity_kl,
+)
+from verst.algorithms.pairs import PairBlock, Tile
+from verst.config.algorithms import NftConfig
+from verst.config.sections import SamplingConfig
+
 
 class NftLoss(NamedTuple):
     loss: Float[Tensor, " B"]
@@ -50,9 +66,44 @@ def _reconstruction(x: Tensor, x0: Tensor) -> Tensor:
     return (error.flatten(1) ** 2).mean(dim=1) / weight.to(error.dtype)
 
 
-def old_policy_decay(rollout: int, *, flat: int, ramp: float, largest: float) -> float:
-    """Decay of the old policy after rollout number `rollout` (from 0): min(ramp * (rollout - flat), largest), at least 0.
+class Nft:
+    """The old policy samples, and follows the live one once a rollout."""
 
-    0 makes the old policy the live one. The paper's schedules are (0, 0.001, 0.5) and (75, 0.0075, 0.999).
-    """
-    return min(max(0.0, ramp * (rollout - flat)), largest)
+    def __init__(self, config: NftConfig, *, sampling: SamplingConfig, seed: int) -> None:
+        del sampling
+        self._config = config
+        self._seed = seed
+        self.old: OldPolicy = Follows(flat=config.old_flat, ramp=config.old_ramp, largest=config.old_decay)
+
+    def blocks(self, group: ScoredGroup) -> list[PairBlock]:
+        """See Algorithm.blocks."""
+        config = self._config
+        return noised_blocks(group, keep_all=config.kl_beta > 0, fraction=config.timestep_fraction, seed=self._seed)
+
+    def loss(self, tile: Tile, policies: Policies) -> PairLosses:
+        """See Algorithm.loss."""
+        config = self._config
+        velocity, old = policies.velocity(tile), policies.velocity(tile, "old")
+        parts = {
+            name: nft_loss(
+                v,
+                old[name],
+                tile.latents[name],
+                tile.next_latents[name],
+                tile.sigmas[name],
+                tile.advantages,
+                beta=config.beta,
+                advantage_clip=config.advantage_clip,
+            )
+            for name, v in velocity.items()
+        }
+        loss = over_streams(config, {name: part.loss for name, part in parts.items()})
+        means = {
+            "positive_loss": total([part.positive.detach() for part in parts.values()]),
+            "negative_loss": total([part.negative.detach() for part in parts.values()]),
+            "old_distance": total([mean_square(v.detach() - old[name]) for name, v in velocity.items()]),
+        }
+        if config.kl_beta > 0:
+            kl = velocity_kl(config, tile, policies, "reference")
+            loss, means["kl"] = loss + config.kl_beta * kl, kl.detach()
+        return PairLosses(loss=loss, means=means)

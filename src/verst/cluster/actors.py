@@ -11,13 +11,13 @@ from typing import Any
 import ray
 import torch
 
+from verst.algorithms.pairs import PairBlock
 from verst.config.recipe import RlRecipe
 from verst.config.sections import RewardConfig
 from verst.engine.server import EngineServer
 from verst.engine.wire import to_microgroup
 from verst.rewards import Reward, RewardBatch, make_reward
 from verst.rewards.base import Score
-from verst.trainer.pairs import PairBlock
 from verst.trainer.parallel import open_store
 from verst.trainer.rl import DTYPES, RlTrainer, UpdateMetrics
 from verst.types import Microgroup, SampleKey

@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 
+from verst.algorithms.pairs import PairBlock
 from verst.cluster.actors import EngineActor, ParserActor, RewardActor, TrainerActor
 from verst.cluster.calls import ActorPool, all_of, result_of
 from verst.config.plan import process_plan
@@ -24,7 +25,6 @@ from verst.rewards.calls import CallResult, combine, score_with_policy
 from verst.rollout.engines import EnginePool
 from verst.rollout.plan import MicrogroupTask
 from verst.rollout.scoring import reward_batch
-from verst.trainer.pairs import PairBlock
 from verst.trainer.rl import UpdateMetrics
 from verst.types import Microgroup, SampleKey, Scores
 

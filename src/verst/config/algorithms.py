@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -35,49 +35,105 @@ class EmaReference(Section):
     """The reference is the moving average of the policy; needs trainer.ema_decay."""
 
 
+ReferenceConfig = Annotated[AdapterOffReference | FrozenReference | EmaReference, Field(discriminator="type")]
 StreamWeights = dict[Literal["visual", "audio"], NonNegativeFloat]
 """Latent stream -> weight of its loss; 1 where it is not named."""
 
 
-class FlowGrpoConfig(Section):
-    type: Literal["flow_grpo"] = "flow_grpo"
+def num_levels(num_steps: int, fraction: float) -> int:
+    """Noise levels that a clean sample of `num_steps` steps is trained at: at least one."""
+    return max(1, int(num_steps * fraction))
+
+
+class AlgorithmBase(Section):
+    """What every algorithm of an RL run has, and what it says of itself to the rules between tables."""
+
+    label: ClassVar[str]
+    """In messages."""
+    needs_stochastic_steps: ClassVar[bool]
+    """It trains on recorded stochastic steps; else on clean samples of a deterministic sampler."""
+    own_block_size: ClassVar[int | None] = None
+    """Samples of one block of its pairs; None = a microgroup."""
+
     stream_weights: StreamWeights = Field(default_factory=dict)
     """Of families with sound: weight of each latent stream in the loss, e.g. { audio = 0.5 }; unset = 1."""
+    advantage: AdvantageConfig = AdvantageConfig()
+
+    @property
+    def needs_reference(self) -> bool:
+        """It compares with a reference policy."""
+        return False
+
+    def num_levels(self, num_steps: int) -> int:
+        """Noise levels that a clean sample of `num_steps` steps is trained at; 0 where recorded steps are trained."""
+        return 0
+
+
+class ReferenceKl(Section):
+    """Of the algorithms with an optional penalty on the distance to a reference."""
+
+    kl_beta: NonNegativeFloat = 0.0
+    """Weight of the KL to the reference, in velocity space its squared difference; 0 = no reference is held."""
+    reference: ReferenceConfig = AdapterOffReference()
+
+    @property
+    def needs_reference(self) -> bool:
+        """Only with a weight."""
+        return self.kl_beta > 0
+
+
+class CleanSamples(AlgorithmBase):
+    """Of the algorithms that noise clean samples again."""
+
+    needs_stochastic_steps: ClassVar[bool] = False
+
+    timestep_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.99
+    """Share of the rollout's noise levels that each sample is trained at; at least one level."""
+
+    def num_levels(self, num_steps: int) -> int:
+        return num_levels(num_steps, self.timestep_fraction)
+
+
+class ClippedRatio(ReferenceKl, AlgorithmBase):
+    """Of the algorithms that clip the ratio of recorded steps."""
+
+    needs_stochastic_steps: ClassVar[bool] = True
+
     clip_low: PositiveFloat = 1e-4
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: PositiveFloat = 1e-4
-    kl_beta: NonNegativeFloat = 0.0
-    """Weight of the KL to the reference; 0 = no reference is held."""
+    old_log_probs: Literal["rollout", "recompute"] = "rollout"
+    """The ratio's denominator: what the engine recorded, or what the trainer computes on the same tiles before the first
+    optimizer step of a rollout, which takes one forward more of all later steps' pairs."""
     kl_form: Literal["transition", "no_dt"] = "transition"
     """transition: (mu - mu_ref)^2 / (2 std^2); no_dt divides by 2 g^2 as the published code does."""
-    reference: Annotated[AdapterOffReference | FrozenReference | EmaReference, Field(discriminator="type")] = (
-        AdapterOffReference()
-    )
-    advantage: AdvantageConfig = AdvantageConfig()
 
 
-class NftConfig(Section):
-    type: Literal["nft"] = "nft"
-    stream_weights: StreamWeights = Field(default_factory=dict)
-    """Of families with sound: weight of each latent stream in the loss, e.g. { audio = 0.5 }; unset = 1."""
-    beta: PositiveFloat = 1.0
-    """How far the implicit positive and negative policies stand from the old one (published: 1; 0.1 for OCR)."""
-    advantage_clip: PositiveFloat = 5.0
-    """An advantage of +-this is certainly good or bad."""
-    timestep_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.99
-    """Share of the rollout's noise levels that each sample is trained at."""
+class FlowGrpoConfig(ClippedRatio):
+    label: ClassVar[str] = "Flow-GRPO"
+
+    type: Literal["flow_grpo"] = "flow_grpo"
+
+
+class OldPolicySchedule(Section):
+    """Of the algorithms whose samples come from an old policy that follows the live one."""
+
     old_flat: NonNegativeInt = 0
     """Rollouts in which the old policy is the live one."""
     old_ramp: NonNegativeFloat = 0.001
     """Growth of the old policy's decay a rollout after that."""
     old_decay: UnitFloat = 0.5
     """Largest decay of the old policy."""
-    kl_beta: NonNegativeFloat = 0.0
-    """Weight of the squared velocity difference to the reference; 0 = no reference is held."""
-    reference: Annotated[AdapterOffReference | FrozenReference | EmaReference, Field(discriminator="type")] = (
-        AdapterOffReference()
-    )
-    advantage: AdvantageConfig = AdvantageConfig()
+
+
+class NftConfig(OldPolicySchedule, ReferenceKl, CleanSamples):
+    label: ClassVar[str] = "NFT"
+
+    type: Literal["nft"] = "nft"
+    beta: PositiveFloat = 1.0
+    """How far the implicit positive and negative policies stand from the old one (published: 1; 0.1 for OCR)."""
+    advantage_clip: PositiveFloat = 5.0
+    """An advantage of +-this is certainly good or bad."""
 
 
 AlgorithmConfig = Annotated[FlowGrpoConfig | NftConfig, Field(discriminator="type")]

@@ -35,8 +35,8 @@ def batch_plan(recipe: RlRecipe) -> BatchPlan:
     trained = recipe.sampling.num_steps
     if isinstance(steps, s.RangedSteps | s.NoSteps):
         trained = steps.size if isinstance(steps, s.RangedSteps) else 0
-    if isinstance(recipe.algorithm, s.NftConfig):
-        trained = max(1, int(recipe.sampling.num_steps * recipe.algorithm.timestep_fraction))
+    if not recipe.algorithm.needs_stochastic_steps:
+        trained = recipe.algorithm.num_levels(recipe.sampling.num_steps)
     pairs = samples * trained
     per_step = pairs // trainer.steps_per_rollout
     per_rank = per_step // trainer.ranks

@@ -71,28 +71,30 @@ class RlRecipe(s.Section):
                 raise ConfigError(
                     f"sampling.steps.size = {steps.size} does not fit between low = {steps.low} and high = {steps.high}"
                 )
-        if isinstance(self.algorithm, s.FlowGrpoConfig):
+        if self.algorithm.needs_stochastic_steps:
             self._check_noise()
             return
+        label = self.algorithm.label
         if not isinstance(steps, s.NoSteps):
             raise ConfigError(
-                f"sampling.steps.type = {steps.type}: NFT trains on clean samples of a deterministic sampler; use none"
+                f"sampling.steps.type = {steps.type}: {label} trains on clean samples of a deterministic sampler; use none"
             )
         if self.sampling.guidance_scale > 1:
             raise ConfigError(
-                f"sampling.guidance_scale = {self.sampling.guidance_scale:g}: NFT samples and trains without guidance; use 1"
+                f"sampling.guidance_scale = {self.sampling.guidance_scale:g}: {label} samples and trains without guidance; "
+                "use 1"
             )
 
     def _check_noise(self) -> None:
         """Every trained step needs noise: without it there is no log-prob and so no ratio."""
-        steps, num_steps = self.sampling.steps, self.sampling.num_steps
+        steps, num_steps, label = self.sampling.steps, self.sampling.num_steps, self.algorithm.label
         if isinstance(steps, s.NoSteps):
             raise ConfigError(
-                "sampling.steps.type = none makes no step stochastic, so Flow-GRPO has nothing to train; "
+                f"sampling.steps.type = none makes no step stochastic, so {label} has nothing to train; "
                 "use all, window, random, sliding or branch"
             )
         if self.sampling.transition.eta == 0:
-            raise ConfigError("sampling.transition.eta = 0 makes no step stochastic, so Flow-GRPO has nothing to train")
+            raise ConfigError(f"sampling.transition.eta = 0 makes no step stochastic, so {label} has nothing to train")
         last = steps.high if isinstance(steps, s.RangedSteps) else num_steps
         if isinstance(self.sampling.transition, s.CpsTransition) and last == num_steps:
             raise ConfigError(
@@ -101,7 +103,7 @@ class RlRecipe(s.Section):
             )
 
     def _check_reference(self) -> None:
-        if self.algorithm.kl_beta == 0:
+        if not self.algorithm.needs_reference:
             return
         reference = self.algorithm.reference
         if isinstance(reference, s.AdapterOffReference) and not isinstance(self.model.finetune, s.LoraFinetune):

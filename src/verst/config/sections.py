@@ -11,6 +11,7 @@ from verst.config.algorithms import AdapterOffReference as AdapterOffReference
 
 # `as` marks what is read through this module as well.
 from verst.config.algorithms import AdvantageConfig as AdvantageConfig
+from verst.config.algorithms import AlgorithmBase as AlgorithmBase
 from verst.config.algorithms import AlgorithmConfig as AlgorithmConfig
 from verst.config.algorithms import EmaReference as EmaReference
 from verst.config.algorithms import FlowGrpoConfig as FlowGrpoConfig

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from verst.algorithms import make_algorithm
 from verst.algorithms.advantages import Advantages, advantages
+from verst.algorithms.base import ScoredGroup
+from verst.algorithms.pairs import PairBlock
 from verst.config.recipe import RlRecipe, reward_name
-from verst.config.sections import FlowGrpoConfig, NftConfig, Section
 from verst.rollout.filters import FilterResult, filter_groups
-from verst.trainer.pairs import PairBlock, noised_block, pair_block
-from verst.types import Group, Microgroup
+from verst.types import Group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +33,7 @@ def reward_weights(recipe: RlRecipe) -> dict[str, float]:
 
 
 def make_batch(recipe: RlRecipe, groups: Sequence[Group]) -> Batch:
-    """Advantages over complete groups, filter, pairs, and their share-out over optimizer steps and ranks.
-
-    A microgroup in which no sample has an advantage is left out unless a KL gives it a gradient.
-    """
+    """Advantages over complete groups, filter, the algorithm's pairs, and their share-out over optimizer steps and ranks."""
     weights = reward_weights(recipe)
     rewards = {name: [group.rewards()[name] for group in groups] for name in weights}
     config = recipe.algorithm.advantage
@@ -43,11 +41,16 @@ def make_batch(recipe: RlRecipe, groups: Sequence[Group]) -> Batch:
         rewards, weights, mixture=config.mixture, std=config.std, epsilon=config.epsilon, clamp=config.clamp
     )
     filtered = filter_groups(recipe.rollout.filter, [group.rewards() for group in groups], weights)
+    algorithm = make_algorithm(recipe.algorithm, sampling=recipe.sampling, seed=recipe.run.seed)
+    scored = [
+        ScoredGroup(group=group, advantages=values, mask=mask)
+        for group, values, mask in zip(groups, result.values, result.mask, strict=True)
+    ]
     kept = [i for i, keep in enumerate(filtered.keep) if keep]
     steps = [
         blocks
         for part in _split(kept, recipe.trainer.steps_per_rollout)
-        if (blocks := [b for i in part for b in _blocks(recipe, groups[i], result, i)])
+        if (blocks := [b for i in part for b in algorithm.blocks(scored[i])])
     ]
     ranks = recipe.trainer.ranks
     return Batch(
@@ -56,38 +59,6 @@ def make_batch(recipe: RlRecipe, groups: Sequence[Group]) -> Batch:
         advantages=result,
         filtered=filtered,
     )
-
-
-def _blocks(recipe: RlRecipe, group: Group, result: Advantages, index: int) -> list[PairBlock]:
-    blocks, done = [], 0
-    for microgroup in group.microgroups:
-        rows = slice(done, done + len(microgroup.samples))
-        values, mask = result.values[index][rows], result.mask[index][rows]
-        done = rows.stop
-        if any(mask) and (any(values) or recipe.algorithm.kl_beta > 0):
-            blocks.append(PAIRS[type(recipe.algorithm)](recipe, microgroup, values, mask))
-    return blocks
-
-
-def _recorded_steps(
-    recipe: RlRecipe, microgroup: Microgroup, values: Sequence[float], mask: Sequence[bool]
-) -> PairBlock:
-    return pair_block(microgroup, advantages=values, mask=mask)
-
-
-def _noised_samples(
-    recipe: RlRecipe, microgroup: Microgroup, values: Sequence[float], mask: Sequence[bool]
-) -> PairBlock:
-    assert isinstance(recipe.algorithm, NftConfig)
-    fraction = recipe.algorithm.timestep_fraction
-    return noised_block(microgroup, advantages=values, mask=mask, fraction=fraction, seed=recipe.run.seed)
-
-
-PAIRS: dict[type[Section], Callable[[RlRecipe, Microgroup, Sequence[float], Sequence[bool]], PairBlock]] = {
-    FlowGrpoConfig: _recorded_steps,
-    NftConfig: _noised_samples,
-}
-"""Algorithm section -> how the pairs of one scored microgroup are made."""
 
 
 def _split(items: Sequence[int], parts: int) -> list[Sequence[int]]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verst.algorithms.pairs import Tile, joint_log_prob, pair_block, tiles_of
 from verst.config.recipe import RlRecipe
 from verst.config.sections import NoSteps
 from verst.engine.resolve import resolve
@@ -30,8 +31,7 @@ from verst.loops.run_folder import stored_rl_recipe
 from verst.rollout.plan import MicrogroupTask, plan_rollout
 from verst.rollout.prompts import PromptSource
 from verst.trainer.export import find_checkpoint
-from verst.trainer.pairs import Tile, pair_block, tiles_of
-from verst.trainer.policies import joint_log_prob, step_distribution
+from verst.trainer.policies import step_distribution
 from verst.trainer.rl import DTYPES, RlTrainer
 from verst.types import Microgroup
 from verst.weights.lora import adaptable

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,17 +13,19 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
+from verst.algorithms import make_algorithm
+from verst.algorithms.base import Algorithm, Follows
+from verst.algorithms.pairs import PairBlock, Tile, tiles_of
 from verst.config import sections as s
 from verst.config.recipe import RlRecipe
 from verst.errors import ConfigError
 from verst.families import recognise
+from verst.flow.controller import make_transition
 from verst.flow.noise import derive_seed
 from verst.trainer import checkpoint
-from verst.trainer.core import Trainer
-from verst.trainer.objectives import OBJECTIVES, Policies
-from verst.trainer.pairs import PairBlock, tiles_of
+from verst.trainer.core import Ema, StepMetrics, TileLoss, Trainer
 from verst.trainer.parallel import join_mesh, leave_mesh, shard
-from verst.trainer.policies import ReferencePolicy, frozen_copy
+from verst.trainer.policies import ReferencePolicy, TrainerPolicies, frozen_copy
 from verst.weights.lora import LoraSpec, adaptable, attach_lora
 from verst.weights.manifest import Manifest
 from verst.weights.send import Publication, trained_tensors
@@ -40,7 +43,7 @@ class UpdateMetrics:
     """Largest of the steps."""
     lr: float
     policy: Mapping[str, float]
-    """What the objective says of it; metric names without the prefix `policy/`."""
+    """What the algorithm says of it; metric names without the prefix `policy/`."""
 
 
 class RlTrainer:
@@ -90,20 +93,32 @@ class RlTrainer:
                     p.data = p.data.float()
         config = recipe.algorithm
         frozen = None
-        if config.kl_beta > 0 and isinstance(config.reference, s.FrozenReference):
+        if config.needs_reference and isinstance(config.reference, s.FrozenReference):
             frozen = frozen_copy(self.transformer, blocks=self.family.fsdp_blocks, mesh=mesh, compute_dtype=self._dtype)
         shard(self.transformer, blocks=self.family.fsdp_blocks, mesh=mesh, compute_dtype=self._dtype)
         total = recipe.run.iterations * recipe.trainer.steps_per_rollout
         self.core = Trainer({"transformer": self.transformer}, recipe.trainer, total_steps=total, mesh=mesh)
         reference = None
-        if config.kl_beta > 0:
+        if config.needs_reference:
             reference = ReferencePolicy(
                 config.reference, self.transformer, named=self.core.named, ema=self.core.ema, frozen=frozen
             )
-        policies = Policies(
-            family=self.family, live=self.transformer, core=self.core, reference=reference, dtype=self._dtype
+        self._algorithm = make_algorithm(config, sampling=recipe.sampling, seed=recipe.run.seed)
+        declared = self._algorithm.old
+        old = Ema(self.core.named, 0.0) if isinstance(declared, Follows) else declared
+        self.old = old if isinstance(old, Ema) else None
+        """The policy that samples, where it is not the live one."""
+        self._rollouts = torch.zeros((), dtype=torch.int64)
+        self._policies = TrainerPolicies(
+            family=self.family,
+            live=self.transformer,
+            named=self.core.named,
+            reference=reference,
+            old=old,
+            transition=make_transition(recipe.sampling.transition.type, recipe.sampling.transition.eta),
+            guidance_scale=recipe.sampling.guidance_scale,
+            dtype=self._dtype,
         )
-        self._objective = OBJECTIVES[type(config)](recipe, policies)
 
     def _refuse_fp32_islands(self) -> None:
         """An engine computes the modules that diffusers never casts in fp32; sharded for training they would be cast."""
@@ -119,33 +134,53 @@ class RlTrainer:
 
         Ranks may bring unlike numbers of tiles; the shorter ones repeat a tile with weight 0.
         """
-        results = []
-        for blocks in steps:
-            tiles = tiles_of(blocks, tile_size=self._recipe.trainer.tile_size, device=self._device)
-            counts = self._gather(torch.tensor([len(tiles), sum(b.num_pairs for b in blocks)]))
-            padding = int(counts[:, 0].max()) - len(tiles)
-            if padding:
-                empty = tiles_of([blocks[0].masked()], tile_size=self._recipe.trainer.tile_size, device=self._device)
-                tiles += [empty[0]] * padding
-            num_pairs = int(counts[:, 1].sum())
-            results.append((self.core.step(self._objective.closures(tiles, num_pairs)), num_pairs))
-        self._objective.after_rollout()
+        rollout: Iterable[tuple[list[Tile], int]] = (self._tiles(blocks) for blocks in steps)
+        if self._algorithm.old == "start":
+            # Else the tiles of one step are on the device at a time.
+            rollout = list(rollout)
+            self._policies.before_rollout([tiles for tiles, _ in rollout])
+        results = [(self._step(tiles, num_pairs), num_pairs) for tiles, num_pairs in rollout]
+        self._move_old_policy()
         return UpdateMetrics(
             num_steps=len(results),
             loss=sum(m.loss for m, _ in results) / len(results),
             grad_norm=max(m.grad_norm for m, _ in results),
             lr=results[-1][0].lr,
-            policy=self._objective.summary(results),
+            policy=policy_metrics(results),
         )
+
+    def _tiles(self, blocks: Sequence[PairBlock]) -> tuple[list[Tile], int]:
+        """Tiles of one optimizer step, as many on each rank, and the pairs that count on all ranks."""
+        size = self._recipe.trainer.tile_size
+        tiles = tiles_of(blocks, tile_size=size, device=self._device)
+        counts = self._gather(torch.tensor([len(tiles), sum(b.num_pairs for b in blocks)]))
+        padding = int(counts[:, 0].max()) - len(tiles)
+        if padding:
+            tiles += [tiles_of([blocks[0].masked()], tile_size=size, device=self._device)[0]] * padding
+        return tiles, int(counts[:, 1].sum())
+
+    def _step(self, tiles: Sequence[Tile], num_pairs: int) -> StepMetrics:
+        self._policies.before_step(tiles)
+        loss = functools.partial(tile_loss, self._algorithm, self._policies, num_pairs=num_pairs)
+        metrics = self.core.step([functools.partial(loss, tile) for tile in tiles])
+        self._policies.after_step(tiles)
+        return metrics
+
+    def _move_old_policy(self) -> None:
+        """Once a rollout, after its optimizer steps."""
+        if self.old is not None and isinstance(self._algorithm.old, Follows):
+            self.old.decay = self._algorithm.old.decay(int(self._rollouts))
+            self.old.update(self.core.named)
+            self._rollouts += 1
 
     def publish(self, version: int, *, ema: bool = False) -> Manifest | None:
         """The weights to sample with in shared memory, until `unpublish`; the manifest on rank 0.
 
-        They are the live ones, the objective's own (NFT samples with its old policy), or the moving average.
+        They are the live ones, the old policy's where the algorithm has one that samples, or the moving average.
         """
-        if ema:
-            assert self.core.ema is not None
-        source = self.core.ema.shadow if ema and self.core.ema else self._objective.sampler() or self.core.named
+        average = self.core.ema if ema else self.old
+        assert average is not None or not ema
+        source = self.core.named if average is None else average.shadow
         named = {name.removeprefix("transformer."): value for name, value in source.items()}
         tensors = trained_tensors(named, dtype=self._dtype)
         if self._mesh.get_rank() != 0:
@@ -167,11 +202,16 @@ class RlTrainer:
     def load(self, folder: Path) -> None:
         """Continue from a published checkpoint, whatever number of ranks wrote it."""
         counters = {"num_steps": torch.zeros((), dtype=torch.int64)}
-        checkpoint.read_tensors(folder, {**self.core.tensors(), **self._objective.tensors(), **counters}, alone=False)
+        checkpoint.read_tensors(folder, {**self.core.tensors(), **self._old_tensors(), **counters}, alone=False)
         self.core.num_steps = int(counters["num_steps"])
 
     def _state(self) -> dict[str, Tensor]:
-        return {**self.core.tensors(), **self._objective.tensors(), "num_steps": torch.tensor(self.core.num_steps)}
+        return {**self.core.tensors(), **self._old_tensors(), "num_steps": torch.tensor(self.core.num_steps)}
+
+    def _old_tensors(self) -> dict[str, Tensor]:
+        if self.old is None:
+            return {}
+        return {"old.rollouts": self._rollouts, **{f"old.{name}": value for name, value in self.old.shadow.items()}}
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of the trained weights, unsharded, fp32, on the CPU. A collective."""
@@ -185,6 +225,24 @@ class RlTrainer:
         rows = [torch.zeros_like(row, device=self._device) for _ in range(self._mesh.size())]
         dist.all_gather(rows, row.to(self._device), group=self._mesh.get_group())
         return torch.stack(rows).cpu()
+
+
+def tile_loss(algorithm: Algorithm, policies: TrainerPolicies, tile: Tile, *, num_pairs: int) -> TileLoss:
+    """The algorithm's loss of a tile, as its share of the mean over the pairs that count in the optimizer step."""
+    out = algorithm.loss(tile, policies)
+    policies.after_tile()
+    return TileLoss(
+        loss=(out.loss * tile.weight).sum() / num_pairs,
+        sums={name: (value * tile.weight).sum() for name, value in out.means.items()},
+        maxima={name: (value * tile.weight).max() for name, value in out.maxima.items()},
+    )
+
+
+def policy_metrics(steps: Sequence[tuple[StepMetrics, int]]) -> dict[str, float]:
+    """Means over the pairs of all optimizer steps on a rollout, and maxima of the first: before any update."""
+    pairs = sum(n for _, n in steps)
+    means = {name: sum(m.sums[name] for m, _ in steps) / pairs for name in steps[0][0].sums}
+    return {**means, **steps[0][0].maxima}
 
 
 def lora_spec(recipe: RlRecipe, default_targets: tuple[str, ...]) -> LoraSpec | None:

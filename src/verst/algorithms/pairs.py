@@ -7,15 +7,17 @@ the engine's own batch geometry, and then the ratio before an update is exactly 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from verst.config.algorithms import num_levels
 from verst.flow import transitions
 from verst.flow.noise import derive_seed
-from verst.types import Conditioning, Latents, Microgroup, join_conditioning
+from verst.flow.transitions import LogProbReduction, StepDistribution
+from verst.types import Conditioning, Latents, Microgroup, Sample, SampleKey, join_conditioning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,21 +87,26 @@ def pair_block(microgroup: Microgroup, *, advantages: Sequence[float], mask: Seq
 
 
 def noised_block(
-    microgroup: Microgroup, *, advantages: Sequence[float], mask: Sequence[bool], fraction: float, seed: int
+    samples: Sequence[Sample],
+    conditioning: Conditioning,
+    *,
+    advantages: Sequence[float],
+    mask: Sequence[bool],
+    fraction: float,
+    seeds: Sequence[int],
 ) -> PairBlock:
-    """Pairs of clean samples and noise levels, for objectives that need no recorded steps (NFT).
+    """Pairs of clean samples and noise levels, for algorithms that need no recorded steps.
 
-    Each sample draws `fraction` of the rollout's grid (at least one level), and noise, from its key alone. `latents`
-    are x_t = (1 - t) x0 + t eps and `next_latents` the clean x0; streams share their step, each with its own sigma.
+    Each sample draws `fraction` of the rollout's grid (at least one level), and noise, from its own of `seeds`: two
+    samples with one seed share both. `latents` are x_t = (1 - t) x0 + t eps and `next_latents` the clean x0; streams
+    share their step, each with its own sigma.
     """
-    samples = microgroup.samples
     num_steps = len(next(iter(samples[0].streams.values())).sigmas) - 1
-    size = max(1, int(num_steps * fraction))
+    size = num_levels(num_steps, fraction)
     latents: dict[str, list[Tensor]] = {name: [] for name in samples[0].streams}
     clean: dict[str, list[Tensor]] = {name: [] for name in samples[0].streams}
     sigmas: dict[str, list[Tensor]] = {name: [] for name in samples[0].streams}
-    for sample in samples:
-        own = derive_seed(seed, "levels", sample.key.rollout, sample.key.group, sample.key.index)
+    for sample, own in zip(samples, seeds, strict=True):
         steps = random.Random(own).sample(range(num_steps), size)
         generator = torch.Generator().manual_seed(own)
         for name, trajectory in sample.streams.items():
@@ -120,8 +127,13 @@ def noised_block(
         old_log_probs={name: torch.zeros_like(level) for name, level in levels.items()},
         advantages=torch.tensor(advantages, dtype=torch.float32),
         mask=torch.tensor(mask, dtype=torch.bool),
-        conditioning=microgroup.conditioning,
+        conditioning=conditioning,
     )
+
+
+def level_seed(seed: int, key: SampleKey) -> int:
+    """The seed of a sample's noise levels and noise in training."""
+    return derive_seed(seed, "levels", key.rollout, key.group, key.index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +155,23 @@ class Tile:
     weight: Tensor
     """[B] fp32: 1 for a pair that counts, 0 for a masked one."""
     conditioning: Conditioning
+
+    def targets(self) -> Latents:
+        """stream -> eps - x0 of noised pairs, from what they hold: (x_t - x0) / t, exact to rounding / t."""
+        return {
+            name: (x - self.next_latents[name]) / transitions.per_row(self.sigmas[name], x)
+            for name, x in self.latents.items()
+        }
+
+
+def joint_log_prob(
+    steps: Mapping[str, StepDistribution], tile: Tile, *, reduction: LogProbReduction = "mean"
+) -> dict[str, Tensor]:
+    """stream -> [B] log-prob of the stored next latents, reduced as the engine did it."""
+    return {
+        name: transitions.gaussian_log_prob(tile.next_latents[name], step.mean, step.std, reduction=reduction)
+        for name, step in steps.items()
+    }
 
 
 def tiles_of(blocks: Sequence[PairBlock], *, tile_size: int, device: torch.device) -> list[Tile]:
