@@ -290,6 +290,21 @@ def test_processes_of_a_run():
     assert {p.role for p in process_plan(recipe, cuda=True) if p.gpus} == {"engine", "trainer"}
 
 
+def test_a_reward_on_the_gpu_gets_a_sliver_and_one_gpu_still_holds_all():
+    rewards = 'rewards=[{type="clip_score",path="clip",device="cuda",workers=2},{type="brightness"}]'
+    recipe = load_recipe(GRPO, [rewards])
+    gpus = {p.role: p.gpus for p in process_plan(recipe, cuda=True)}
+    assert gpus == {
+        "engine": 0.499,
+        "trainer": 0.499,
+        "parser": 0.0,
+        "reward:clip_score": 0.001,
+        "reward:brightness": 0.0,
+    }
+    assert sum(p.gpus * p.count for p in process_plan(recipe, cuda=True)) == pytest.approx(1.0)
+    assert not any(p.gpus for p in process_plan(recipe))
+
+
 def test_refusing_a_recipe_needs_nothing_heavy():
     code = f"""
 import sys

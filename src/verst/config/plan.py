@@ -54,6 +54,10 @@ def batch_plan(recipe: RlRecipe) -> BatchPlan:
     )
 
 
+_SLIVER = 0.001
+"""GPUs that the worker of a reward asks Ray for; memory is not shared out by it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProcessPlan:
     role: str
@@ -64,13 +68,24 @@ class ProcessPlan:
 
 
 def process_plan(recipe: RlRecipe, *, cuda: bool = False) -> list[ProcessPlan]:
-    """The processes of a run. Parsers and rewards ask for no whole CPU: they work while engines compute."""
+    """The processes of a run. Parsers and rewards ask for no whole CPU: they work while engines compute.
+
+    A reward with device = cuda asks for a sliver of a GPU, without which Ray may hide all GPUs from its process; engine and
+    trainer leave that much, so that one GPU still holds them all.
+    """
     gpu = 1.0 if cuda else 0.0
+    slivers = {reward_name(r): gpu * _SLIVER if _on_gpu(r) else 0.0 for r in recipe.rewards}
+    half = round((gpu - sum(slivers[reward_name(r)] * r.workers for r in recipe.rewards)) / 2, 4)
     plan = [
-        ProcessPlan(role="engine", count=recipe.engine.num, cpus=0.5, gpus=gpu / 2),
-        ProcessPlan(role="trainer", count=recipe.trainer.ranks, cpus=0.5, gpus=gpu / 2),
+        ProcessPlan(role="engine", count=recipe.engine.num, cpus=0.5, gpus=half),
+        ProcessPlan(role="trainer", count=recipe.trainer.ranks, cpus=0.5, gpus=half),
         ProcessPlan(role="parser", count=recipe.rollout.parsers.num, cpus=0.01, gpus=0.0),
     ]
     for reward in recipe.rewards:
-        plan.append(ProcessPlan(role=f"reward:{reward_name(reward)}", count=reward.workers, cpus=0.01, gpus=0.0))
+        name = reward_name(reward)
+        plan.append(ProcessPlan(role=f"reward:{name}", count=reward.workers, cpus=0.01, gpus=slivers[name]))
     return plan
+
+
+def _on_gpu(reward: s.RewardConfig) -> bool:
+    return isinstance(reward, s.ModelReward) and reward.device.startswith("cuda")

@@ -7,7 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from verst.config.basis import Flag, NonNegativeFloat, NonNegativeInt, Number, PositiveFloat, PositiveInt, Section
+from verst.config.basis import (
+    DType,
+    Flag,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 from verst.config.plugins import ObjectPath
 from verst.errors import ConfigError
 
@@ -18,6 +27,7 @@ class RewardBase(Section):
     row_independent: ClassVar[bool] = False
     """A sample's score is the same bits whatever samples are scored in the same call."""
 
+    type: str
     name: Name | None = None
     """Name in metrics; left out: the type. Two rewards of one type need names of their own."""
     weight: Number = 1.0
@@ -174,6 +184,97 @@ class OpenaiReward(RewardBase):
         return self
 
 
+class ModelReward(RewardBase):
+    """A frozen model from a local folder."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """Folder with the checkpoint in the transformers layout; nothing is downloaded. docs/rewards.md says which files."""
+    dtype: DType = "float32"
+    """Of the model's weights and activations; normalisation and heads stay float32."""
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    """cpu, cuda or cuda:N, as the reward's process sees them."""
+    batch_size: PositiveInt = 8
+    """Most samples of one forward."""
+
+
+class PromptReward(ModelReward):
+    """A frozen model that reads the prompt."""
+
+    long_prompts: Literal["refuse", "truncate"] = "refuse"
+    """A prompt longer than the text encoder takes stops the run before it starts, or is cut and reported."""
+
+
+class ClipScoreReward(ImageRewardBase, PromptReward):
+    type: Literal["clip_score"] = "clip_score"
+    scale: PositiveFloat = 1.0
+    """Factor of the cosine; 100 is common in reports."""
+
+
+class PickScoreReward(ImageRewardBase, PromptReward):
+    type: Literal["pick_score"] = "pick_score"
+    normalise: Flag = True
+    """Divide by 26, which brings good images near 1."""
+
+
+class HpsV2Reward(ImageRewardBase, PromptReward):
+    type: Literal["hps_v2"] = "hps_v2"
+    checkpoint: str | None = None
+    """File of the published open_clip state dict (.pt or .safetensors): takes the place of the folder's weights."""
+    scale: PositiveFloat = 1.0
+    """Factor of the cosine; 100 is common in reports."""
+
+
+class HpsV3Reward(ImageRewardBase, ModelReward):
+    type: Literal["hps_v3"] = "hps_v3"
+    dtype: DType = "bfloat16"
+    """Of the Qwen2-VL backbone; the published weights are bfloat16, and its rating head runs in float32."""
+
+
+class ImageRewardReward(ImageRewardBase, PromptReward):
+    type: Literal["image_reward"] = "image_reward"
+
+
+class AestheticReward(ImageRewardBase, ModelReward):
+    type: Literal["aesthetic"] = "aesthetic"
+    head: Annotated[str, Field(min_length=1)]
+    """File of the regression's weights (.pth or .safetensors)."""
+    normalise: Flag = False
+    """Divide the rating by 10."""
+
+
+class GenEvalReward(ImageRewardBase, ModelReward):
+    type: Literal["geneval"] = "geneval"
+    clip: Annotated[str, Field(min_length=1)]
+    """Folder of the CLIP that names colours; `path` is the detector's."""
+    rule: Literal["strict", "soft"] = "soft"
+    """strict: GenEval's own 0 or 1; soft: mean of partial credits."""
+
+
+class ClapReward(PromptReward):
+    type: Literal["clap"] = "clap"
+    scale: PositiveFloat = 1.0
+    """Factor of the cosine."""
+
+
+class AvSyncReward(RewardBase):
+    row_independent: ClassVar[bool] = True
+
+    type: Literal["av_sync"] = "av_sync"
+    tolerance_s: PositiveFloat = 0.1
+    """Seconds by which sound and picture may be apart and still count as together."""
+    max_shift_s: PositiveFloat = 0.5
+    """Largest shift that is compared, in seconds."""
+
+    @model_validator(mode="after")
+    def _shifts(self) -> AvSyncReward:
+        if self.max_shift_s <= self.tolerance_s:
+            raise ConfigError(
+                f"rewards.max_shift_s = {self.max_shift_s:g} must be larger than rewards.tolerance_s = "
+                f"{self.tolerance_s:g}: the score compares shifts within the tolerance with those beyond it"
+            )
+        return self
+
+
 RewardConfig = Annotated[
     OcrReward
     | JpegSizeReward
@@ -182,11 +283,20 @@ RewardConfig = Annotated[
     | ContrastReward
     | HttpReward
     | OpenaiReward
-    | PythonReward,
+    | PythonReward
+    | ClipScoreReward
+    | PickScoreReward
+    | HpsV2Reward
+    | HpsV3Reward
+    | ImageRewardReward
+    | AestheticReward
+    | GenEvalReward
+    | ClapReward
+    | AvSyncReward,
     Field(discriminator="type"),
 ]
 
 
-def reward_name(reward: RewardConfig) -> str:
+def reward_name(reward: RewardBase) -> str:
     """The reward's name in metrics."""
     return reward.name or reward.type

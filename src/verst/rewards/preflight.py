@@ -7,12 +7,29 @@ from typing import Any
 
 from verst.config.rewards import RewardConfig, reward_name
 from verst.errors import ConfigError, PromptError
-from verst.rewards import http, ocr, vision_judge
+from verst.rewards import aesthetic, clap, clip, geneval, hps_v2, hps_v3, http, image_reward, ocr, vision_judge
 
-NEEDS: dict[str, Callable[[Any], list[str]]] = {"http": http.needs, "openai": vision_judge.needs}
+NEEDS: dict[str, Callable[[Any], list[str]]] = {
+    "http": http.needs,
+    "openai": vision_judge.needs,
+    "clip_score": clip.needs,
+    "pick_score": clip.needs,
+    "hps_v2": hps_v2.needs,
+    "hps_v3": hps_v3.needs,
+    "image_reward": image_reward.needs,
+    "aesthetic": aesthetic.needs,
+    "geneval": geneval.needs,
+    "clap": clap.needs,
+}
 """Recipe type -> one line for each file, setting or package that is missing, for those that need some."""
 PROMPT_CHECKS: dict[str, Callable[[Any, Sequence[str], Sequence[Mapping[str, Any]]], list[str]]] = {
-    "ocr": ocr.prompt_problems
+    "ocr": ocr.prompt_problems,
+    "clip_score": clip.prompt_problems,
+    "pick_score": clip.prompt_problems,
+    "hps_v2": clip.prompt_problems,
+    "image_reward": image_reward.prompt_problems,
+    "geneval": geneval.prompt_problems,
+    "clap": clap.prompt_problems,
 }
 """Recipe type -> one line for each prompt (and its row's other columns) that it could not score."""
 
