@@ -101,6 +101,18 @@ def test_prompts_are_checked_before_a_run(http: httpx.Client) -> None:
     assert post(http, "/rollout/check_prompts", {"prompts": ["12"]}) == []
 
 
+def test_requests_are_checked_before_a_run(http: httpx.Client) -> None:
+    good, odd = raw(), raw(height=33)
+    long = raw(prompt="1 " * 40, max_sequence_length=16)
+    problems = post(http, "/rollout/check_requests", {"requests": [good, odd, long, raw(image_path=["absent.png"])]})
+    assert problems[0] is None
+    assert "height = 33" in problems[1]
+    assert "nearest that is: 32" in problems[1]
+    assert "max_sequence_length" in problems[2]
+    assert "makes media from text alone" in problems[3]  # counted, not read
+    assert http.get("/server_info").json()["waiting"] == 0
+
+
 def test_a_port_in_use_is_named(server: EngineServer, folder: Path) -> None:  # noqa: F811
     port = int(server.url.rsplit(":", 1)[1])
     with pytest.raises(ConfigError, match=rf"engine\.port = {port} is in use on 127\.0\.0\.1: choose another"):

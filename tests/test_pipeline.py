@@ -16,10 +16,12 @@ from run_fixtures import WORDS, recipe_with
 
 from verst.engine.wire import GenerateRequest
 from verst.errors import EchoError, EngineError, InvariantError, RewardError, SyncError
+from verst.flow.noise import derive_seed
 from verst.loops.batch import make_batch
 from verst.loops.rl import heldout_rewards, reward_metrics
+from verst.rollout.columns import Overrides
 from verst.rollout.engines import EnginePool
-from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, assemble
+from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, assemble, in_prompt_order
 from verst.rollout.plan import MicrogroupTask, plan_evaluation, plan_rollout
 from verst.rollout.prompts import Prompt, PromptSource
 from verst.rollout.scoring import reward_batch
@@ -284,18 +286,34 @@ def test_evaluation_is_fixed(tmp_path: Path) -> None:
 
 
 def test_a_prompt_with_a_picture_has_a_request_of_its_own(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [{}, {"image": "a.png"}, {"image": ["b.png", "c.png"]}, {}, {}]
-    prompts = [Prompt(text=f"p{i}", index=i, metadata=row) for i, row in enumerate(rows)]
+    rows: list[tuple[str, ...]] = [(), ("a.png",), ("b.png", "c.png"), (), ()]
+    prompts = [Prompt(text=f"p{i}", index=i, images=row, metadata={"n": i}) for i, row in enumerate(rows)]
     plan = plan_evaluation(recipe_with(tmp_path), prompts)
-    assert [task.request.prompts for task in plan] == [("p0",), ("p1",), ("p2",), ("p3", "p4")]
+    assert [task.request.prompts for task in plan] == [("p0", "p3"), ("p1",), ("p2",), ("p4",)]
     assert [task.request.image_path for task in plan] == [None, ["a.png"], ["b.png", "c.png"], None]
-    assert [task.metadata for task in plan] == [
-        ({},),
-        ({"image": "a.png"},),
-        ({"image": ["b.png", "c.png"]},),
-        ({}, {}),
+    assert [[key.group for key in task.keys] for task in plan] == [[0, 3], [1], [2], [4]]
+    assert [[row["n"] for row in task.metadata] for task in plan] == [[0, 3], [1], [2], [4]]
+
+
+def test_held_out_prompts_share_a_request_only_with_their_like_and_come_back_in_order(tmp_path: Path) -> None:
+    wide, short = Overrides(width=128), Overrides(num_steps=2, seed=5)
+    kinds = [wide, short, wide, Overrides(num_steps=2, seed=6), Overrides(), wide]
+    prompts = [Prompt(text=f"p{i}", index=i, overrides=kind) for i, kind in enumerate(kinds)]
+    plan = plan_evaluation(recipe_with(tmp_path), prompts)
+    assert [task.request.prompts for task in plan] == [("p0", "p2"), ("p1", "p3"), ("p4",), ("p5",)]
+    assert [(task.request.width, task.request.num_inference_steps) for task in plan] == [
+        (128, 4),
+        (64, 2),
+        (64, 4),
+        (128, 4),
     ]
-    assert [key.group for task in plan for key in task.keys] == [0, 1, 2, 3, 4]
+    seeds = {key.group: seed for key, seed in seeds_of(plan).items()}
+    assert seeds[1] == derive_seed(5, "eval", 1)  # the row's own seed stands for eval.seed
+    assert seeds[0] == derive_seed(0, "eval", 0)
+    scored = scored_of(*plan)
+    places = [float(key.group) for item in scored for key in item.task.keys]
+    assert places == [0.0, 2.0, 1.0, 3.0, 4.0, 5.0]
+    assert in_prompt_order(scored, places) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 def test_rewards_see_the_samples_and_their_rows() -> None:

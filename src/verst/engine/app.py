@@ -19,7 +19,9 @@ from starlette.routing import Route
 from starlette.types import StatelessLifespan
 
 from verst.engine.batching import Batcher, Expired
+from verst.engine.images import ConditionImages
 from verst.engine.request import GenerateRequest, explain
+from verst.engine.resolve import resolve
 from verst.engine.worker import Unavailable, Worker
 from verst.errors import ConfigError, EngineError, ModelError, PromptError, RequestError, SyncError, VerstError
 from verst.weights.manifest import Manifest
@@ -71,6 +73,10 @@ class PromptCheck(_Body):
     max_sequence_length: int | None = None
 
 
+class RequestCheck(_Body):
+    requests: list[GenerateRequest]
+
+
 class Endpoints:
     """Handlers over one batcher. `info` is what /server_info says besides counters."""
 
@@ -99,6 +105,19 @@ class Endpoints:
         if length is None:
             length = components.family.sampling_defaults(components).max_sequence_length
         return JSONResponse(components.family.check_prompts(components, body.prompts, max_sequence_length=length))
+
+    async def check_requests(self, request: Request) -> Response:
+        """Why each of the requests would be refused, or null. Condition images are counted, not read."""
+        body = RequestCheck.model_validate_json(await request.body())
+        problems: list[str | None] = []
+        for record in body.requests:
+            try:
+                resolve(record, self._batcher.components, images=ConditionImages())
+            except (RequestError, PromptError) as error:
+                problems.append(str(error))
+            else:
+                problems.append(None)
+        return JSONResponse(problems)
 
     async def update_from_disk(self, request: Request) -> Response:
         body = DiskUpdate.model_validate_json(await request.body())
@@ -203,6 +222,7 @@ def create_app(batcher: Batcher, *, info: dict[str, Any], lifespan: StatelessLif
     posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/rollout/generate": e.generate,
         "/rollout/check_prompts": e.check_prompts,
+        "/rollout/check_requests": e.check_requests,
         "/update_weights_from_disk": e.update_from_disk,
         "/update_weights_from_tensor": e.update_from_tensor,
         "/update_weights_from_tensor_checker": e.check_tensors,

@@ -70,6 +70,12 @@ class EngineClient:
         problems: list[str] = (await self._post("/rollout/check_prompts", body)).json()
         return problems
 
+    async def check_requests(self, requests: Sequence[GenerateRequest]) -> list[str | None]:
+        """For each request why it would be refused; None where it would not. Raises EngineError."""
+        body = {"requests": [request.model_dump(mode="json", exclude_none=True) for request in requests]}
+        problems: list[str | None] = (await self._post("/rollout/check_requests", body)).json()
+        return problems
+
     async def checksum(self, modules: Sequence[str] | None = None) -> dict[str, str]:
         """module -> SHA-256 over its tensors. Raises EngineError."""
         body = {"module_names": None if modules is None else list(modules)}

@@ -13,10 +13,10 @@ from verst.engine.client import check_echo
 from verst.engine.resolve import resolve
 from verst.engine.wire import encode_response, to_microgroup
 from verst.engine.worker import Worker
+from verst.loops.prompt_checks import check_prompts
 from verst.loops.report import HELDOUT
 from verst.loops.rl import heldout_rewards, mean_of_finite, wants_cuda
 from verst.rewards.local import LocalRewards
-from verst.rewards.preflight import check_rewards
 from verst.rollout.pipeline import Pipeline
 from verst.rollout.plan import MicrogroupTask, plan_evaluation
 from verst.rollout.prompts import read_prompts
@@ -35,7 +35,7 @@ async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool
     if checkpoint is not None:
         load_trained(worker.components.transformer, recipe, checkpoint, ema=ema)
     heldout = read_prompts(recipe.prompts.heldout)[: recipe.eval.num_prompts]
-    check_rewards(recipe.rewards, [p.text for p in heldout], [p.metadata for p in heldout])
+    check_prompts(recipe, (), heldout)
     rewards = LocalRewards(recipe.rewards)
 
     async def generate(task: MicrogroupTask) -> bytes:

@@ -16,13 +16,13 @@ import torch
 
 from verst.cluster.cluster import Cluster
 from verst.config.recipe import RlRecipe, reward_name
-from verst.errors import PromptError
 from verst.loops.batch import Batch, make_batch, reward_weights
+from verst.loops.prompt_checks import ask_engine, check_prompts
 from verst.loops.report import HELDOUT, Report
 from verst.loops.run_folder import RunFolder, dump
 from verst.loops.stop import Interrupted, StopSignal
-from verst.rewards.preflight import check_rewards
-from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, StageSeconds, assemble
+from verst.obs.images import padded
+from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, StageSeconds, assemble, in_prompt_order
 from verst.rollout.plan import plan_evaluation, plan_rollout
 from verst.rollout.prompts import Prompt, PromptSource, read_prompts
 from verst.trainer import checkpoint
@@ -39,8 +39,7 @@ async def train_rl(recipe: RlRecipe, folder: RunFolder, *, quiet: bool = False, 
     try:
         source = PromptSource(recipe.prompts.train, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
         heldout = read_prompts(recipe.prompts.heldout)[: recipe.eval.num_prompts]
-        prompts = [*source.prompts, *heldout]
-        check_rewards(recipe.rewards, [p.text for p in prompts], [p.metadata for p in prompts])
+        check_prompts(recipe, source.prompts, heldout)
         done = resume_point(folder)
         report.status("starting Ray, engine and trainer")
         with StopSignal() as stop:
@@ -81,7 +80,7 @@ class Run:
         """done: the iteration of the newest checkpoint; None for a new run."""
         recipe, report = self._recipe, self._report
         self._folder.write_processes(await self._cluster.pids())
-        await self._check_prompts()
+        await ask_engine(recipe, self._cluster.engines, self._source.prompts, self._heldout)
         done = await self._resume(done)
         await self._sync(done)
         if done == 0:
@@ -153,8 +152,8 @@ class Run:
             await self._sync(iteration)
         rewards = heldout_rewards(recipe, scored)
         shown = slice(0, recipe.eval.grid)
-        samples = [sample for item in scored for sample in item.microgroup.samples][shown]
-        media = np.stack([sample.media[0].numpy() for sample in samples])
+        samples = in_prompt_order(scored, [sample for item in scored for sample in item.microgroup.samples])
+        media = padded([sample.media[0].numpy() for sample in samples[shown]])
         texts = [prompt.text for prompt in self._heldout[shown]]
         self._report.pictures(iteration, media, texts, rewards["total"][shown])
         metrics = {f"{HELDOUT}/{name}": mean_of_finite(values) for name, values in rewards.items() if name != "total"}
@@ -175,18 +174,6 @@ class Run:
             self._report.status(f"stopped after iteration {done}; the same command goes on from there")
             return
         self._report.finish(done)
-
-    async def _check_prompts(self) -> None:
-        if self._recipe.model.long_prompts == "truncate":
-            return
-        prompts = sorted({p.text for p in (*self._source.prompts, *self._heldout)})
-        length = self._recipe.model.max_sequence_length
-        problems = await self._cluster.engines.check_prompts(prompts, max_sequence_length=length)
-        if problems:
-            raise PromptError(
-                f"{len(problems)} prompts do not fit the text encoders: {'; '.join(problems[:3])}. Shorten them, raise "
-                "model.max_sequence_length, or set model.long_prompts = truncate"
-            )
 
 
 def resume_point(folder: RunFolder) -> int | None:
@@ -246,7 +233,9 @@ def perf_metrics(seconds: StageSeconds, num_samples: int, train_s: float, sync_s
 def heldout_rewards(recipe: RlRecipe, scored: list[ScoredMicrogroup]) -> dict[str, list[float]]:
     """reward name, and "total" (weighted sum) -> one value a prompt."""
     by_name: dict[str, list[float]] = {
-        reward_name(reward): [v for item in scored for v in item.scores.by_reward[reward_name(reward)]]
+        reward_name(reward): in_prompt_order(
+            scored, [v for item in scored for v in item.scores.by_reward[reward_name(reward)]]
+        )
         for reward in recipe.rewards
     }
     weights = {name: weight for name, weight in reward_weights(recipe).items() if weight != 0}

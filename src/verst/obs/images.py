@@ -40,6 +40,15 @@ def grid(images: np.ndarray, captions: Sequence[str] | None = None, *, columns: 
     return np.asarray(sheet)
 
 
+def padded(images: Sequence[np.ndarray]) -> np.ndarray:
+    """uint8 [H, W, 3] each, of unlike sizes -> [N, largest H, largest W, 3]: white on the right and below."""
+    height, width = (max(image.shape[side] for image in images) for side in (0, 1))
+    sheet = np.full((len(images), height, width, 3), 255, dtype=np.uint8)
+    for place, image in zip(sheet, images, strict=True):
+        place[: image.shape[0], : image.shape[1]] = image
+    return sheet
+
+
 def before_after(before: np.ndarray, after: np.ndarray, captions: Sequence[str] | None = None) -> np.ndarray:
     """Two labelled rows, the same samples above each other; before and after: uint8 [N, H, W, 3] of one shape."""
     if before.shape != after.shape:

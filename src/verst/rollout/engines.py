@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verst.engine.client import EngineClient, check_echo
+from verst.engine.wire import GenerateRequest
 from verst.errors import EchoError
 from verst.rollout.pipeline import first_failure
 from verst.rollout.plan import MicrogroupTask
@@ -51,6 +52,10 @@ class EnginePool:
     async def check_prompts(self, prompts: Sequence[str], *, max_sequence_length: int) -> list[str]:
         """One line for each prompt that the model's encoders cannot take whole."""
         return await self._clients[0].check_prompts(prompts, max_sequence_length=max_sequence_length)
+
+    async def check_requests(self, requests: Sequence[GenerateRequest]) -> list[str | None]:
+        """For each request why the model cannot carry it out; None where it can. Pictures are counted, not read."""
+        return await self._clients[0].check_requests(requests)
 
     async def close(self) -> None:
         for client in self._clients:

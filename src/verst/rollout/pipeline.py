@@ -12,12 +12,13 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from verst.errors import InvariantError
 from verst.rollout.plan import MicrogroupTask
 from verst.types import Group, Microgroup, SampleKey, Scores
 
+T = TypeVar("T")
 Generate = Callable[[MicrogroupTask], Awaitable[bytes]]
 Parse = Callable[[bytes, Sequence[SampleKey]], Awaitable[Microgroup]]
 Check = Callable[[MicrogroupTask, Microgroup], None]
@@ -99,6 +100,12 @@ def first_failure(failures: BaseExceptionGroup) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def in_prompt_order(scored: Sequence[ScoredMicrogroup], values: Sequence[T]) -> list[T]:
+    """values: one for each sample of an evaluation, microgroup by microgroup; they come back by the prompts' position."""
+    positions = [key.group for item in scored for key in item.task.keys]
+    return [value for _, value in sorted(zip(positions, values, strict=True), key=lambda pair: pair[0])]
 
 
 def assemble(scored: Sequence[ScoredMicrogroup], *, group_size: int) -> list[Group]:

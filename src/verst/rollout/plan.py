@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verst.config import sections as s
@@ -11,6 +11,7 @@ from verst.config.recipe import RlRecipe
 from verst.engine.wire import GenerateRequest
 from verst.flow import strategies
 from verst.flow.noise import derive_seed
+from verst.rollout.columns import Overrides
 from verst.rollout.prompts import Prompt, PromptSource
 from verst.types import SampleKey
 
@@ -24,6 +25,8 @@ class MicrogroupTask:
     """One a sample; all the same in training."""
     metadata: tuple[Mapping[str, Any], ...]
     """One a sample: the other columns of its prompt row, for rewards."""
+    rewards: tuple[str, ...] | None = None
+    """Names of the rewards that apply to the row; None: all of the recipe's."""
     request: GenerateRequest
 
     @property
@@ -52,96 +55,124 @@ def step_draw(config: s.StepsConfig) -> strategies.StepDraw:
 
 
 def plan_rollout(recipe: RlRecipe, source: PromptSource, rollout: int) -> list[MicrogroupTask]:
-    """All microgroups of a rollout, by group and index.
+    """All microgroups of a rollout without dynamic sampling, by group and index."""
+    first = rollout * recipe.rollout.num_groups
+    groups = range(recipe.rollout.num_groups)
+    return [
+        task for group in groups for task in plan_group(recipe, source.at(first + group), rollout=rollout, group=group)
+    ]
 
-    Seeds depend on (run seed, rollout, group, index) alone. With a shared initial noise, and with branch steps, all
-    samples of a group start from the seed of the group.
+
+def plan_group(recipe: RlRecipe, prompt: Prompt, *, rollout: int, group: int) -> list[MicrogroupTask]:
+    """The microgroups of one group, by index; `group` is its number in the rollout.
+
+    Seeds depend on (run seed, rollout, group, index) alone, or on the row's own seed in place of the run's. With a
+    shared initial noise, and with branch steps, all samples of a group start from the seed of the group.
     """
+    sampling = row_sampling(recipe, prompt)
+    steps = step_draw(sampling.steps)(recipe.run.seed, rollout, group, sampling.num_steps)
     tasks = []
-    draw = step_draw(recipe.sampling.steps)
-    for group in range(recipe.rollout.num_groups):
-        prompt = source.at(rollout * recipe.rollout.num_groups + group)
-        steps = draw(recipe.run.seed, rollout, group, recipe.sampling.num_steps)
-        for start in range(0, recipe.rollout.group_size, recipe.rollout.microgroup_size):
-            indices = range(start, start + recipe.rollout.microgroup_size)
-            keys = tuple(SampleKey(rollout=rollout, group=group, index=i) for i in indices)
-            tasks.append(_training_task(recipe, keys, prompt, steps))
+    for start in range(0, recipe.rollout.group_size, recipe.rollout.microgroup_size):
+        indices = range(start, start + recipe.rollout.microgroup_size)
+        keys = tuple(SampleKey(rollout=rollout, group=group, index=i) for i in indices)
+        tasks.append(_training_task(recipe, keys, prompt, steps))
     return tasks
+
+
+def row_sampling(recipe: RlRecipe, prompt: Prompt) -> s.SamplingConfig:
+    """The recipe's sampling with what the row says instead. `rows.check_rows` has refused what does not fit."""
+    return recipe.sampling.model_copy(update=prompt.overrides.sampling())
 
 
 def _training_task(
     recipe: RlRecipe, keys: tuple[SampleKey, ...], prompt: Prompt, steps: tuple[int, ...]
 ) -> MicrogroupTask:
-    seed = recipe.run.seed
+    sampling = row_sampling(recipe, prompt)
+    seed = recipe.run.seed if prompt.overrides.seed is None else prompt.overrides.seed
     seeds = [derive_seed(seed, "sample", k.rollout, k.group, k.index) for k in keys]
     shared = derive_seed(seed, "group", keys[0].rollout, keys[0].group)
-    branch = isinstance(recipe.sampling.steps, s.BranchSteps)
-    share = recipe.sampling.shared_initial_noise or branch
+    branch = isinstance(sampling.steps, s.BranchSteps)
+    share = sampling.shared_initial_noise or branch
     # Without a trained step only what came out is used.
-    kept = sorted({i + shift for i in steps for shift in (0, 1)}) or [recipe.sampling.num_steps]
+    kept = sorted({i + shift for i in steps for shift in (0, 1)}) or [sampling.num_steps]
     request = GenerateRequest(
-        **_common(recipe, seeds),
+        **_common(recipe, sampling, seeds),
         prompt=prompt.text,
         image_path=condition_images(prompt),
         key=(keys[0].rollout, keys[0].group),
         initial_seeds=(shared,) * len(keys) if share else None,
         rollout=True,
-        rollout_sde_type=recipe.sampling.transition.type,
-        rollout_noise_level=recipe.sampling.transition.eta,
+        rollout_sde_type=sampling.transition.type,
+        rollout_noise_level=sampling.transition.eta,
         rollout_sde_step_indices=steps,
         rollout_return_step_indices=tuple(kept),
         rollout_return_dit_trajectory=True,
         rollout_return_denoising_env=True,
         share_denoising_env=True,
-        rollout_storage_dtype=recipe.sampling.storage_dtype,
-        rollout_log_prob_reduction=recipe.sampling.log_prob_reduction,
+        rollout_storage_dtype=sampling.storage_dtype,
+        rollout_log_prob_reduction=sampling.log_prob_reduction,
         rollout_share_prefix=branch,
     )
     count = len(keys)
     return MicrogroupTask(
-        keys=keys, prompts=(prompt.text,) * count, metadata=(prompt.metadata,) * count, request=request
+        keys=keys,
+        prompts=(prompt.text,) * count,
+        metadata=(prompt.metadata,) * count,
+        rewards=prompt.overrides.reward,
+        request=request,
     )
 
 
 def condition_images(prompt: Prompt) -> list[str] | None:
-    """A row's `image`: one path or a list of them, for families that edit a picture or start from one."""
-    image = prompt.metadata.get("image")
-    if image is None or isinstance(image, list):
-        return image
-    return [str(image)]
+    """A row's pictures, for families that edit one or start from one."""
+    return list(prompt.images) or None
 
 
 def plan_evaluation(recipe: RlRecipe, prompts: Sequence[Prompt]) -> list[MicrogroupTask]:
     """Held-out prompts by deterministic sampling from fixed noise: the same pictures every time for the same weights.
 
-    Up to `eval.batch_size` prompts share a request; one with a condition image has a request of its own.
+    Up to `eval.batch_size` prompts of one geometry share a request, whose keys' groups say which they are; one with a
+    condition image has a request of its own. `in_prompt_order` brings them back into order.
     """
     tasks = []
-    for start, batch in _evaluation_batches(prompts, size=recipe.eval.batch_size):
-        seeds = [derive_seed(recipe.eval.seed, "eval", start + i) for i in range(len(batch))]
-        keys = tuple(SampleKey(rollout=-1, group=start + i, index=0) for i in range(len(batch)))
+    for positions in _evaluation_batches(prompts, size=recipe.eval.batch_size):
+        batch = [prompts[i] for i in positions]
+        own = [prompt.overrides.seed for prompt in batch]
+        seeds = [
+            derive_seed(recipe.eval.seed if seed is None else seed, "eval", i)
+            for i, seed in zip(positions, own, strict=True)
+        ]
+        keys = tuple(SampleKey(rollout=-1, group=i, index=0) for i in positions)
         texts = tuple(prompt.text for prompt in batch)
         request = GenerateRequest(
-            **_common(recipe, seeds), prompts=texts, image_path=condition_images(batch[0]), rollout=False
+            **_common(recipe, row_sampling(recipe, batch[0]), seeds),
+            prompts=texts,
+            image_path=condition_images(batch[0]),
+            rollout=False,
         )
         metadata = tuple(prompt.metadata for prompt in batch)
-        tasks.append(MicrogroupTask(keys=keys, prompts=texts, metadata=metadata, request=request))
+        rewards = batch[0].overrides.reward
+        tasks.append(MicrogroupTask(keys=keys, prompts=texts, metadata=metadata, rewards=rewards, request=request))
     return tasks
 
 
-def _evaluation_batches(prompts: Sequence[Prompt], *, size: int) -> list[tuple[int, list[Prompt]]]:
-    """(position of the first, prompts that share a request), in order."""
-    batches: list[tuple[int, list[Prompt]]] = []
+def _evaluation_batches(prompts: Sequence[Prompt], *, size: int) -> list[list[int]]:
+    """Positions of the prompts that share a request."""
+    batches: list[list[int]] = []
+    open_batch: dict[Overrides, list[int]] = {}
     for position, prompt in enumerate(prompts):
-        alone = condition_images(prompt) is not None
-        if not batches or alone or len(batches[-1][1]) == size or condition_images(batches[-1][1][0]) is not None:
-            batches.append((position, []))
-        batches[-1][1].append(prompt)
+        kind = replace(prompt.overrides, seed=None)
+        batch = open_batch.get(kind)
+        if prompt.images or batch is None or len(batch) == size:
+            batch = []
+            batches.append(batch)
+            if not prompt.images:
+                open_batch[kind] = batch
+        batch.append(position)
     return batches
 
 
-def _common(recipe: RlRecipe, seeds: Sequence[int]) -> dict[str, Any]:
-    sampling = recipe.sampling
+def _common(recipe: RlRecipe, sampling: s.SamplingConfig, seeds: Sequence[int]) -> dict[str, Any]:
     return {
         "negative_prompt": sampling.negative_prompt,
         "seeds": tuple(seeds),

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
-import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verst.errors import PromptError
 from verst.flow.noise import derive_seed
+from verst.rollout.columns import Overrides, split_row
+from verst.rollout.prompt_files import READERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +20,15 @@ class Prompt:
     text: str
     index: int
     """Place in the file, from 0, blank lines not counted."""
+    where: str = ""
+    """file:line, for messages."""
+    images: tuple[str, ...] = ()
+    """Condition images: absolute paths."""
+    audio: str | None = None
+    """Condition sound: an absolute path."""
+    overrides: Overrides = field(default_factory=Overrides)
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The other columns of a .csv or keys of a .jsonl line."""
+    """The other columns of the row, for rewards and filters."""
 
 
 class PromptSource:
@@ -58,83 +64,29 @@ class PromptSource:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """All prompts of a file in its order; duplicates stay, blank lines are skipped.
+    """All prompts of a file in its order; duplicates stay, blank lines are skipped. docs/prompts.md has the columns.
 
-    .txt: one a line; .jsonl: objects with a string `prompt`; .csv: a header with the column `prompt`; UTF-8 throughout.
-    Raises PromptError, with file:line, for a file that is missing, empty, of another kind or encoding, or a bad line.
+    .txt: one a line; .jsonl: objects with a string `prompt`; .csv and .parquet: tables with the column `prompt`.
+    Raises PromptError, with file:line, for a file that is missing, empty, of another kind or encoding, a bad line or
+    value, and a picture or sound that is not there.
     """
-    reader = _READERS.get(path.suffix.lower())
+    reader = READERS.get(path.suffix.lower())
     if reader is None:
-        raise PromptError(f"{path}: prompt files end in {', '.join(_READERS)}")
-    prompts = [
-        Prompt(text=text.strip(), index=index, metadata=metadata)
-        for index, (text, metadata) in enumerate(reader(path, _read_text(path)))
-    ]
+        raise PromptError(f"{path}: prompt files end in {', '.join(READERS)}")
+    prompts = []
+    for index, (where, row) in enumerate(reader(path)):
+        parts = split_row(row, where, folder=path.absolute().parent)
+        prompts.append(
+            Prompt(
+                text=parts.text,
+                index=index,
+                where=where,
+                images=parts.images,
+                audio=parts.audio,
+                overrides=parts.overrides,
+                metadata=parts.metadata,
+            )
+        )
     if not prompts:
         raise PromptError(f"{path} holds no prompt")
     return prompts
-
-
-def _read_text(path: Path) -> str:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise PromptError(f"prompt file {path} cannot be read: {error.strerror}") from None
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise PromptError(
-            f"{path}:{line}: not UTF-8 (byte 0x{data[error.start]:02x}); save the file as UTF-8"
-        ) from None
-
-
-Rows = Iterator[tuple[str, dict[str, Any]]]
-
-
-def _txt(path: Path, text: str) -> Rows:
-    for line in text.split("\n"):
-        if line.strip():
-            yield line, {}
-
-
-def _jsonl(path: Path, text: str) -> Rows:
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise PromptError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from None
-        if not isinstance(row, dict):
-            raise PromptError(f'{path}:{number}: a line must be an object like {{"prompt": "..."}}, got {line[:60]}')
-        yield _split(row, f"{path}:{number}")
-
-
-def _csv(path: Path, text: str) -> Rows:
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    try:
-        header = list(reader.fieldnames or [])
-        if "prompt" not in header:
-            raise PromptError(f"{path}:1: no column `prompt` in the header {header}")
-        for row in reader:
-            where = f"{path}:{reader.line_num}"
-            if None in row or None in row.values():
-                raise PromptError(f"{where}: the header has {len(header)} columns, this line has not")
-            yield _split(row, where)
-    except csv.Error as error:  # raised before the line is counted
-        line = min(reader.line_num + 1, text.count("\n") + 1)
-        raise PromptError(f"{path}:{line}: {error}") from None
-
-
-def _split(row: dict[str, Any], where: str) -> tuple[str, dict[str, Any]]:
-    """The prompt of one row and its other values."""
-    if "prompt" not in row:
-        raise PromptError(f"{where}: no `prompt` among {sorted(row)}")
-    text = row["prompt"]
-    if not isinstance(text, str) or not text.strip():
-        raise PromptError(f"{where}: `prompt` must be a text, got {text!r}")
-    return text, {key: value for key, value in row.items() if key != "prompt"}
-
-
-_READERS: dict[str, Callable[[Path, str], Rows]] = {".txt": _txt, ".jsonl": _jsonl, ".csv": _csv}
