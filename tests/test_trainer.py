@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_fixtures import recipe_with, tiny_model
+from run_fixtures import WORDS, recipe_with, tiny_model
 from torch import Tensor, nn
 from trainer_fixtures import LORA, Shares, gradients, groups_of, largest_difference, one_rank, shares_of
 
-from verst.algorithms.pairs import PairBlock
+from verst.algorithms.pairs import PairBlock, tiles_of
 from verst.config.recipe import RlRecipe
 from verst.engine.worker import Worker
 from verst.families import recognise
@@ -69,6 +70,35 @@ def test_ratio_is_one_to_rounding_in_another_geometry(tmp_path: Path, tile: int,
         metrics = trainer.update(shares_of(recipe)[0])
     assert metrics.policy["ratio_max_deviation"] <= 1e-6
     assert metrics.policy["log_prob_max_difference"] <= 1e-6
+
+
+def mixed_recipe(folder: Path, *overrides: str) -> RlRecipe:
+    """Four groups of rows of unlike size and number of steps, next to each other."""
+    rows = [{}, {"width": 32}, {}, {"width": 32, "num_steps": 3}]
+    texts = [json.dumps({"prompt": word, **row}) for word, row in zip(WORDS, rows, strict=False)]
+    (folder / "mixed.jsonl").write_text("\n".join(texts))
+    mixed = (f"prompts.train={folder / 'mixed.jsonl'}", "prompts.shuffle=false", "rollout.num_groups=4")
+    return recipe_with(folder, *mixed, *overrides)
+
+
+def test_rows_of_unlike_geometry_train_together_and_share_no_tile(tmp_path: Path) -> None:
+    recipe = mixed_recipe(tmp_path, "sampling.guidance_scale=3.5")
+    shares = shares_of(recipe)
+    with one_rank(recipe) as trainer:
+        metrics = trainer.update(shares[0])
+        whole = gradients(trainer)
+    assert (metrics.policy["ratio_max_deviation"], metrics.policy["log_prob_max_difference"]) == (0.0, 0.0)
+
+    wide = mixed_recipe(tmp_path, "sampling.guidance_scale=3.5", "trainer.tile_size=8")
+    tiles = tiles_of(shares[0][0], tile_size=8, device=torch.device("cpu"))
+    # Two groups of 64 x 64, then one each of width 32 with 4 and with 3 steps: 2 steps of 4 samples a group.
+    assert [len(tile.weight) for tile in tiles] == [8, 8, 8, 8]
+    assert [tile.latents["visual"].shape[-1] for tile in tiles] == [8, 8, 4, 4]
+    assert float(tiles[2].first_sigmas["visual"]) != float(tiles[3].first_sigmas["visual"])
+    with one_rank(wide) as trainer:
+        metrics = trainer.update(shares[0])
+        assert largest_difference(gradients(trainer), whole) <= 1e-5
+    assert metrics.policy["ratio_max_deviation"] <= 1e-6
 
 
 @pytest.mark.parametrize("finetune", ['model.finetune={type="full"}', LORA])

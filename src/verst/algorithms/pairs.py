@@ -175,10 +175,30 @@ def joint_log_prob(
 
 
 def tiles_of(blocks: Sequence[PairBlock], *, tile_size: int, device: torch.device) -> list[Tile]:
-    """Pairs in order (block, step, sample) in tiles of `tile_size`; no tile holds part of a step and more."""
+    """Pairs in order (block, step, sample) in tiles of `tile_size`; no tile holds part of a step and more.
+
+    A tile never mixes latents, schedules or conditioning of unlike shape: blocks of one kind come together, kinds in the
+    order in which they first appear.
+    """
+    kinds: dict[Hashable, list[PairBlock]] = {}
+    for block in blocks:
+        kinds.setdefault(_kind(block), []).append(block)
+    return [tile for alike in kinds.values() for tile in _tiles_of_one_kind(alike, tile_size, device)]
+
+
+def _kind(block: PairBlock) -> Hashable:
+    """What all rows of a tile have in common. Token sequences (dim 1 of the conditioning) are padded where they differ."""
+    sides = (block.conditioning.positive, block.conditioning.negative or {})
+    return (
+        block.num_samples,
+        block.conditioning.geometry,
+        tuple((name, x.shape[2:], float(block.first_sigmas[name])) for name, x in block.latents.items()),
+        tuple(tuple((name, t.ndim, t.shape[2:]) for name, t in sorted(side.items())) for side in sides),
+    )
+
+
+def _tiles_of_one_kind(blocks: Sequence[PairBlock], tile_size: int, device: torch.device) -> list[Tile]:
     rows = [(block, step) for block in blocks for step in range(block.num_steps)]
-    if not rows:
-        return []
     micro = blocks[0].num_samples
     if tile_size >= micro:
         per_tile = tile_size // micro
