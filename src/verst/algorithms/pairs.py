@@ -7,7 +7,7 @@ the engine's own batch geometry, and then the ratio before an update is exactly 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
