@@ -16,6 +16,18 @@ def broken(media: Tensor, prompts: Sequence[str]) -> list[float]:
     raise RuntimeError("the judge is out")
 
 
+class Trend:
+    """Rises by `slope` with each call, above what tells samples apart: their mean brightness."""
+
+    def __init__(self, slope: float) -> None:
+        self._slope = slope
+        self._calls = 0
+
+    def score(self, media: Tensor, prompts: Sequence[str]) -> list[float]:
+        self._calls += 1
+        return [self._slope * self._calls + float(picture.float().mean()) / 255 for picture in media]
+
+
 class Scripted:
     """Goes through PHASES; each call leaves its phase as a line in the file `calls`, whatever process it is in."""
 

@@ -34,6 +34,21 @@ def saved(root: Path, iteration: int, tensors: dict[str, Tensor] | None = None, 
     return checkpoint.publish(root, iteration, {"iteration": iteration}, keep=keep)
 
 
+def test_the_best_stays_besides_the_newest_and_is_named(tmp_path: Path) -> None:
+    assert checkpoint.best_folder(tmp_path) is None
+    best = {0: 0, 1: 1, 2: 1, 3: 1, 4: 4, 5: 4}
+    kept = {}
+    for iteration, number in best.items():
+        checkpoint.write_tensors(checkpoint.partial_folder(tmp_path, iteration), small_tensors(), alone=True)
+        checkpoint.publish(tmp_path, iteration, {"iteration": iteration}, keep=1, best=number)
+        kept[iteration] = [checkpoint.iteration_of(folder) for folder in checkpoint.published(tmp_path)]
+        assert checkpoint.best_folder(tmp_path) == checkpoint.step_folder(tmp_path, number)
+    assert kept == {0: [0], 1: [1], 2: [1, 2], 3: [1, 3], 4: [4], 5: [4, 5]}
+    (tmp_path / "best.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"best\.json cannot be read"):
+        checkpoint.best_folder(tmp_path)
+
+
 def loaded(folder: Path) -> dict[str, Tensor]:
     checkpoint.read_state(folder)
     into = {name: torch.zeros_like(value) for name, value in small_tensors().items()}

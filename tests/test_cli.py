@@ -265,7 +265,7 @@ def test_export_of_what_is_no_run(
     recipe_with(tmp_path)
     (run / "recipe.toml").write_text((tmp_path / "recipe.toml").read_text())
     assert here(monkeypatch, "export", run, tmp_path / "out") == 2
-    assert f"{run} has no checkpoint; iterations saved: none" in capsys.readouterr().err
+    assert f"{run} has no checkpoint newest; iterations saved: none" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

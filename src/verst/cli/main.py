@@ -28,6 +28,8 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value.", show_default=False)
 ]
 
+Checkpoint = Annotated[str, typer.Option(help="newest, best, or an iteration, e.g. 40.")]
+
 app = typer.Typer(
     name="verst",
     help="Post-training of diffusion models: SFT, Flow-GRPO, DiffusionNFT, on a laptop or a Ray cluster.",
@@ -82,13 +84,13 @@ def plan(
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run folder, or a recipe (then its untrained model).")],
     overrides: Overrides = None,
-    step: Annotated[int | None, typer.Option(help="Iteration of the checkpoint; unset = the newest.")] = None,
+    checkpoint: Checkpoint = "newest",
     ema: Annotated[bool, typer.Option(help="Use the moving average of the weights.")] = False,
 ) -> None:
     """Held-out reward of a checkpoint, in this process."""
     from verst.cli import models
 
-    models.evaluate(run, overrides or [], step=step, ema=ema)
+    models.evaluate(run, overrides or [], checkpoint=checkpoint, ema=ema)
 
 
 @app.command()
@@ -128,6 +130,7 @@ def generate(
     guidance: Annotated[float | None, typer.Option(help="Guidance scale; at most 1 = off.")] = None,
     max_sequence_length: Annotated[int | None, typer.Option(help="Tokens of the long text encoder.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    checkpoint: Checkpoint = "newest",
 ) -> None:
     """Make pictures with a model folder or with what a run has learned."""
     from verst.cli import models
@@ -139,7 +142,7 @@ def generate(
         "guidance_scale": guidance,
         "max_sequence_length": max_sequence_length,
     }
-    models.generate(model, prompts, out=out, seed=seed, device=device, sampling=sampling)
+    models.generate(model, prompts, out=out, seed=seed, device=device, sampling=sampling, checkpoint=checkpoint)
 
 
 @app.command()
@@ -178,13 +181,13 @@ def export(
         Literal["auto", "lora", "pipeline"],
         typer.Option(help="lora: pytorch_lora_weights.safetensors; pipeline: a whole model folder, LoRA merged."),
     ] = "auto",
-    step: Annotated[int | None, typer.Option(help="Iteration of the checkpoint; unset = the newest.")] = None,
+    checkpoint: Checkpoint = "newest",
     ema: Annotated[bool, typer.Option(help="Export the moving average of the weights.")] = False,
 ) -> None:
     """Write a checkpoint as a LoRA or a pipeline that plain diffusers loads."""
     from verst.cli import models
 
-    models.export(run, out, what=what, step=step, ema=ema)
+    models.export(run, out, what=what, checkpoint=checkpoint, ema=ema)
 
 
 @app.command()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-def evaluate(target: Path, overrides: Sequence[str], *, step: int | None, ema: bool) -> None:
+def evaluate(target: Path, overrides: Sequence[str], *, checkpoint: str, ema: bool) -> None:
     from verst.config import RlRecipe, load_recipe
     from verst.errors import ConfigError
     from verst.loops.evaluate import evaluate_model
@@ -19,20 +19,27 @@ def evaluate(target: Path, overrides: Sequence[str], *, step: int | None, ema: b
     recipe = load_recipe(target / "recipe.toml" if target.is_dir() else target, overrides)
     if not isinstance(recipe, RlRecipe):
         raise ConfigError(f"{target} is an SFT recipe, which evaluates itself while it trains")
-    folder = find_checkpoint(target, step) if target.is_dir() else None
+    folder = find_checkpoint(target, checkpoint) if target.is_dir() else None
     for name, value in asyncio.run(evaluate_model(recipe, checkpoint=folder, ema=ema)).items():
         print(f"{name}: {value:.6g}")
 
 
 def generate(
-    model: Path, prompts: Sequence[str], *, out: Path, seed: int, device: str, sampling: Mapping[str, Any]
+    model: Path,
+    prompts: Sequence[str],
+    *,
+    out: Path,
+    seed: int,
+    device: str,
+    sampling: Mapping[str, Any],
+    checkpoint: str,
 ) -> None:
     from PIL import Image
 
     from verst.engine.request import GenerateRequest
     from verst.engine.resolve import resolve
 
-    worker, defaults = _worker(model, device)
+    worker, defaults = _worker(model, device, checkpoint)
     given = {**defaults, **{key: value for key, value in sampling.items() if value is not None}}
     seeds = tuple(seed + i for i in range(len(prompts)))
     request = GenerateRequest(prompts=tuple(prompts), seeds=seeds, rollout=False, media_format="uint8", **given)
@@ -55,14 +62,14 @@ def serve(model: Path, *, port: int, dtype: str, device: str, **options: Any) ->
     server.serve_forever()
 
 
-def export(run: Path, out: Path, *, what: str, step: int | None, ema: bool) -> None:
+def export(run: Path, out: Path, *, what: str, checkpoint: str, ema: bool) -> None:
     from verst.loops.run_folder import stored_rl_recipe
     from verst.trainer.export import export as write
 
-    print(write(run, stored_rl_recipe(run), out, what=what, step=step, ema=ema))  # type: ignore[arg-type]
+    print(write(run, stored_rl_recipe(run), out, what=what, which=checkpoint, ema=ema))  # type: ignore[arg-type]
 
 
-def _worker(model: Path, device: str) -> tuple[Any, dict[str, Any]]:
+def _worker(model: Path, device: str, checkpoint: str) -> tuple[Any, dict[str, Any]]:
     """A worker for a model folder or for what a run has learned, and the run's own sampling parameters."""
     import torch
 
@@ -76,7 +83,7 @@ def _worker(model: Path, device: str) -> tuple[Any, dict[str, Any]]:
         return Worker(model, device=_device(device)), {}
     recipe = stored_rl_recipe(model)
     worker = Worker(recipe.model.path, dtype=getattr(torch, recipe.model.dtype), device=_device(device))
-    load_trained(worker.components.transformer, recipe, find_checkpoint(model, None), ema=False)
+    load_trained(worker.components.transformer, recipe, find_checkpoint(model, checkpoint), ema=False)
     sampling = recipe.sampling
     return worker, {
         "height": sampling.height,

@@ -25,9 +25,11 @@ def run(recipe: Recipe, *, if_complete: str, quiet: bool) -> None:
             before, after = summary["heldout_before"], summary["heldout_after"]
             # None where no held-out sample ever had a score.
             heldout = "" if before is None else f", held-out reward {before:.3f} -> {after:.3f}"
+            why = f" (ended by the watch: {summary['why']})" if summary.get("why") else ""
+            further = "another [watch]" if summary["early"] else "a larger run.iterations"
             print(
-                f"{folder.path} is complete: {summary['iterations']} iterations{heldout}. `--if-complete new` starts it "
-                "anew (this one is kept beside it); a larger run.iterations goes on."
+                f"{folder.path} is complete: {summary['iterations']} iterations{heldout}{why}. `--if-complete new` starts it "
+                f"anew (this one is kept beside it); {further} goes on."
             )
     except asyncio.CancelledError:
         print("stopped at once; the same command goes on from the last checkpoint", file=sys.stderr)

@@ -129,6 +129,9 @@ class TrainerActor(Process):
     def load(self, folder: Path) -> None:
         self.trainer.load(folder)
 
+    def scale_lr(self, scale: float) -> None:
+        self.trainer.core.lr_scale = scale
+
     def close(self) -> None:
         if self._trainer is not None:
             self._trainer.close()

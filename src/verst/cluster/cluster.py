@@ -106,12 +106,13 @@ class Cluster:
         self._rewards = {
             reward_name(reward): ActorPool(
                 [
-                    spawn(RewardActor, f"reward:{reward_name(reward)}", reward, restarts=_RESTARTS)
+                    spawn(RewardActor, f"{kind}:{reward_name(reward)}", reward, restarts=_RESTARTS)
                     for _ in range(reward.workers)
                 ],
                 role=f"reward {reward_name(reward)}",
             )
-            for reward in recipe.rewards
+            for kind, rewards in (("reward", recipe.rewards), ("gold", recipe.watch.gold))
+            for reward in rewards
         }
         self.trainer = TrainerGroup(ranks)
         urls, *_ = await asyncio.gather(
@@ -140,9 +141,20 @@ class Cluster:
         return microgroup
 
     async def score(self, task: MicrogroupTask, microgroup: Microgroup) -> Scores:
-        """Every reward of the recipe, side by side, each with its own attempts and policy."""
+        """Every trained reward, side by side, each with its own attempts and policy."""
+        return await self._score(self._recipe.rewards, task, microgroup)
+
+    async def score_gold(self, task: MicrogroupTask, microgroup: Microgroup) -> Scores:
+        """The same by every gold reward."""
+        return await self._score(self._recipe.watch.gold, task, microgroup)
+
+    async def score_all(self, task: MicrogroupTask, microgroup: Microgroup) -> Scores:
+        """The same by trained and gold rewards."""
+        return await self._score((*self._recipe.rewards, *self._recipe.watch.gold), task, microgroup)
+
+    async def _score(self, rewards: Sequence[RewardConfig], task: MicrogroupTask, microgroup: Microgroup) -> Scores:
         batch = reward_batch(task, microgroup)
-        jobs = {reward_name(r): self._score_one(r, batch) for r in self._recipe.rewards}
+        jobs = {reward_name(r): self._score_one(r, batch) for r in rewards}
         results = await asyncio.gather(*jobs.values())
         return combine(dict(zip(jobs, results, strict=True)))
 
@@ -193,6 +205,10 @@ class TrainerGroup:
 
     async def load(self, folder: Path) -> None:
         await self._all("load", folder)
+
+    async def scale_lr(self, scale: float) -> None:
+        """Learning rates from now on are the schedule's times `scale`."""
+        await self._all("scale_lr", scale)
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
         return await all_of([getattr(rank, method).remote(*args) for rank in self.ranks], roles=self._roles)

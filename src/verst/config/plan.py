@@ -74,16 +74,18 @@ def process_plan(recipe: RlRecipe, *, cuda: bool = False) -> list[ProcessPlan]:
     trainer leave that much, so that one GPU still holds them all.
     """
     gpu = 1.0 if cuda else 0.0
-    slivers = {reward_name(r): gpu * _SLIVER if _on_gpu(r) else 0.0 for r in recipe.rewards}
-    half = round((gpu - sum(slivers[reward_name(r)] * r.workers for r in recipe.rewards)) / 2, 4)
+    judges = (*recipe.rewards, *recipe.watch.gold)
+    slivers = {reward_name(r): gpu * _SLIVER if _on_gpu(r) else 0.0 for r in judges}
+    half = round((gpu - sum(slivers[reward_name(r)] * r.workers for r in judges)) / 2, 4)
     plan = [
         ProcessPlan(role="engine", count=recipe.engine.num, cpus=0.5, gpus=half),
         ProcessPlan(role="trainer", count=recipe.trainer.ranks, cpus=0.5, gpus=half),
         ProcessPlan(role="parser", count=recipe.rollout.parsers.num, cpus=0.01, gpus=0.0),
     ]
-    for reward in recipe.rewards:
-        name = reward_name(reward)
-        plan.append(ProcessPlan(role=f"reward:{name}", count=reward.workers, cpus=0.01, gpus=slivers[name]))
+    for kind, rewards in (("reward", recipe.rewards), ("gold", recipe.watch.gold)):
+        for reward in rewards:
+            name = reward_name(reward)
+            plan.append(ProcessPlan(role=f"{kind}:{name}", count=reward.workers, cpus=0.01, gpus=slivers[name]))
     return plan
 
 

@@ -10,6 +10,7 @@ from verst.config import sections as s
 from verst.config.checks import divides, nearest_divisor, nearest_fit
 from verst.config.rewards import reward_name as reward_name
 from verst.config.supervised import SftRecipe as SftRecipe
+from verst.config.watch import check_watch
 from verst.errors import ConfigError
 
 
@@ -26,8 +27,9 @@ class RlRecipe(s.Section):
     trainer: s.TrainerConfig
     engine: s.EngineConfig = s.NativeEngine()
     sync: s.SyncConfig = s.SyncConfig()
-    checkpoint: s.CheckpointConfig = s.CheckpointConfig()
+    checkpoint: s.RlCheckpointConfig = s.RlCheckpointConfig()
     eval: s.EvalConfig = s.EvalConfig()
+    watch: s.WatchConfig = s.WatchConfig()
     cluster: s.ClusterConfig = s.ClusterConfig()
     trackers: s.TrackerConfig = s.TrackerConfig()
 
@@ -41,6 +43,13 @@ class RlRecipe(s.Section):
         self._check_steps()
         self._check_reference()
         self._check_rewards()
+        check_watch(
+            self.watch,
+            self.algorithm,
+            trained=[reward_name(reward) for reward in self.rewards],
+            gold=gold_names(self),
+            best_metric=self.checkpoint.best_metric if self.checkpoint.keep_best else None,
+        )
         if self.trainer.train_text_encoders:
             raise ConfigError(
                 "trainer.train_text_encoders = true is for SFT: in RL the engine's text encoders are frozen"
@@ -132,3 +141,8 @@ class RlRecipe(s.Section):
 
 
 Recipe = RlRecipe | SftRecipe
+
+
+def gold_names(recipe: RlRecipe) -> list[str]:
+    """The gold rewards' names, in the recipe's order."""
+    return [reward_name(reward) for reward in recipe.watch.gold]

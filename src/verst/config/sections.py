@@ -64,6 +64,19 @@ from verst.config.steps import SlidingSteps as SlidingSteps
 from verst.config.steps import StepsConfig as StepsConfig
 from verst.config.steps import TransitionConfig as TransitionConfig
 from verst.config.steps import WindowSteps as WindowSteps
+from verst.config.watch import AlarmConfig as AlarmConfig
+from verst.config.watch import ClipFractionAlarm as ClipFractionAlarm
+from verst.config.watch import DiversityCollapseAlarm as DiversityCollapseAlarm
+from verst.config.watch import EarlyStopConfig as EarlyStopConfig
+from verst.config.watch import GradNormAlarm as GradNormAlarm
+from verst.config.watch import KlAlarm as KlAlarm
+from verst.config.watch import MaskedFractionAlarm as MaskedFractionAlarm
+from verst.config.watch import NonFiniteAlarm as NonFiniteAlarm
+from verst.config.watch import RatioDriftAlarm as RatioDriftAlarm
+from verst.config.watch import RewardDropAlarm as RewardDropAlarm
+from verst.config.watch import RewardHackingAlarm as RewardHackingAlarm
+from verst.config.watch import WatchConfig as WatchConfig
+from verst.config.watch import ZeroSignalAlarm as ZeroSignalAlarm
 
 
 class RunConfig(Section):
@@ -232,6 +245,14 @@ class CheckpointConfig(Section):
     """Iterations between checkpoints; the last iteration is always saved."""
     keep: PositiveInt = 2
     """Newest checkpoints kept."""
+
+
+class RlCheckpointConfig(CheckpointConfig):
+    keep_best: Flag = False
+    """Save after every evaluation that is the best so far, the one before training included, and keep that one besides
+    the newest."""
+    best_metric: str = "reward/heldout"
+    """What best is measured by: reward/heldout, reward/heldout/<name> or reward/gold/<name>; larger is better."""
 
 
 class EvalConfig(Section):

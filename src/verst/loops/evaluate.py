@@ -8,14 +8,16 @@ from pathlib import Path
 
 import torch
 
-from verst.config.recipe import RlRecipe
+from verst.config.recipe import RlRecipe, gold_names
 from verst.engine.client import check_echo
 from verst.engine.resolve import resolve
 from verst.engine.wire import encode_response, to_microgroup
 from verst.engine.worker import Worker
 from verst.loops.prompt_checks import check_prompts
 from verst.loops.report import HELDOUT
-from verst.loops.rl import heldout_rewards, mean_of_finite, wants_cuda
+from verst.loops.rl import heldout_rewards, wants_cuda
+from verst.loops.watch import gold_metrics
+from verst.obs.metrics import mean_of_finite
 from verst.rewards.local import LocalRewards
 from verst.rollout.pipeline import Pipeline
 from verst.rollout.plan import MicrogroupTask, plan_evaluation
@@ -36,7 +38,7 @@ async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool
         load_trained(worker.components.transformer, recipe, checkpoint, ema=ema)
     heldout = read_prompts(recipe.prompts.heldout)[: recipe.eval.num_prompts]
     check_prompts(recipe, (), heldout)
-    rewards = LocalRewards(recipe.rewards)
+    rewards = LocalRewards((*recipe.rewards, *recipe.watch.gold))
 
     async def generate(task: MicrogroupTask) -> bytes:
         (records,) = worker.generate([resolve(task.request, worker.components)])
@@ -57,4 +59,5 @@ async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool
     scored, _ = await pipeline.run(plan_evaluation(recipe, heldout))
     values = heldout_rewards(recipe, scored)
     named = {f"{HELDOUT}/{name}": mean_of_finite(v) for name, v in values.items() if name != "total"}
-    return {HELDOUT: mean_of_finite(values["total"]), **named}
+    gold = gold_metrics(gold_names(recipe), [item.scores for item in scored])
+    return {HELDOUT: mean_of_finite(values["total"]), **named, **gold}

@@ -100,7 +100,7 @@ def explain_ratio(
             f"{run} trains with {recipe.algorithm.type} on clean samples: no step is recorded, so none has a ratio"
         )
     task = _task_of(recipe, iteration, group, index)
-    checkpoint = None if iteration == 1 else find_checkpoint(run, iteration - 1)
+    checkpoint = None if iteration == 1 else find_checkpoint(run, str(iteration - 1))
     device = torch.device("cuda" if wants_cuda(recipe) else "cpu")
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)

@@ -43,7 +43,7 @@ async def replay(run: Path, iteration: int | None = None) -> Replay:
     Raises ConfigError where no kept checkpoint lies before it, or the run has not reached it.
     """
     recipe = stored_rl_recipe(run)
-    kept = [int(folder.name.removeprefix("step_")) for folder in checkpoint.published(run / "checkpoints")]
+    kept = [checkpoint.iteration_of(folder) for folder in checkpoint.published(run / "checkpoints")]
     recorded = {int(row["iteration"]): row for row in read_metrics(run / "metrics.jsonl")}
     last = iteration if iteration is not None else (kept[-1] if kept else max(recorded, default=0))
     if last < 1 or last not in recorded:
@@ -52,8 +52,10 @@ async def replay(run: Path, iteration: int | None = None) -> Replay:
     with tempfile.TemporaryDirectory(prefix="verst-replay-") as scratch:
         copied = recipe.model_copy(update={"run": recipe.run.model_copy(update={"folder": Path(scratch)})})
         folder = RunFolder(copied)
-        if start:
-            name = checkpoint.step_folder(folder.checkpoints, start).name
+        # An alarm may roll back to an older one.
+        needed = [step for step in kept if step <= start] if recipe.checkpoint.keep_best else [start]
+        for step in needed if start else []:
+            name = checkpoint.step_folder(folder.checkpoints, step).name
             shutil.copytree(run / "checkpoints" / name, folder.checkpoints / name)
         shutil.copyfile(run / "metrics.jsonl", folder.metrics)
         try:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from verst.config.recipe import Recipe
-from verst.loops.run_folder import RunFolder
+from verst.config.watch import HELDOUT as HELDOUT
+from verst.loops.run_folder import RunFolder, ending_rules
+from verst.loops.watch import RaisedAlarm
+from verst.obs.alarms import ROLLED_BACK_TO
 from verst.obs.curve import save_curve
 from verst.obs.events import EventLog
 from verst.obs.images import before_after, grid, save_png
@@ -19,8 +23,6 @@ from verst.obs.metrics import MetricsLog, read_metrics, series
 from verst.obs.progress import make_progress
 from verst.obs.summary import RunSummary, print_summary
 from verst.obs.tensorboard import TensorBoardLog
-
-HELDOUT = "reward/heldout"
 
 
 class Report:
@@ -33,6 +35,7 @@ class Report:
         self._started = time.monotonic()
         self._metrics = MetricsLog(folder.metrics)
         self._events = EventLog(folder.events / "spans.jsonl")
+        self._alarms = EventLog(folder.events / "alarms.jsonl")
         self._progress = make_progress(name=recipe.run.name, total=recipe.run.iterations, quiet=quiet)
         self._tensorboard: TensorBoardLog | None = None
         self._masked = 0
@@ -62,6 +65,12 @@ class Report:
             self._tensorboard.scalars(iteration, metrics)
         self._progress.update(iteration, metrics)
 
+    def alarms(self, iteration: int, raised: Sequence[RaisedAlarm]) -> None:
+        """Those that are news after this iteration."""
+        for alarm in raised:
+            self._alarms.event("alarm", iteration=iteration, **dataclasses.asdict(alarm))
+            self._progress.notice(f"iteration {iteration}: alarm {alarm.type} ({alarm.action}): {alarm.text}")
+
     def pictures(self, iteration: int, media: np.ndarray, prompts: Sequence[str], rewards: Sequence[float]) -> None:
         """The fixed held-out samples as they are now. media: uint8 [N, H, W, 3]."""
         captions = [
@@ -76,10 +85,12 @@ class Report:
             self._tensorboard.image(iteration, "samples/heldout", picture)
         self._draw_curve()
 
-    def finish(self, iteration: int, *, early: bool = False, result: Path | None = None) -> None:
+    def finish(
+        self, iteration: int, *, early: bool = False, why: str | None = None, result: Path | None = None
+    ) -> None:
         """Curve, before/after picture and closing summary of a run that reached its end.
 
-        early: a stop rule ended it before its last iteration. result: a model folder that it wrote.
+        early: a stop rule ended it before its last iteration; why: in words. result: a model folder that it wrote.
         """
         rows = read_metrics(self._folder.metrics)
         _, heldout = series(rows, HELDOUT)
@@ -97,8 +108,16 @@ class Report:
         if result is not None:
             paths["model"] = result
         self._progress.close()
-        summary = {"iterations": iteration, "early": early, "heldout_before": before, "heldout_after": after}
-        self._folder.finish(summary)
+        self._folder.finish(
+            {
+                "iterations": iteration,
+                "early": early,
+                "why": why,
+                "rules": ending_rules(self._recipe),
+                "heldout_before": before,
+                "heldout_after": after,
+            }
+        )
         if not self._quiet:
             print_summary(
                 RunSummary(
@@ -108,14 +127,27 @@ class Report:
                     heldout_before=before,
                     heldout_after=after,
                     paths=paths,
-                    notes=(f"{self._masked} samples had no reward and were left out",) if self._masked else (),
+                    notes=tuple(self._notes(rows, why)),
                 )
             )
+
+    def _notes(self, rows: Sequence[Mapping[str, Any]], why: str | None) -> Iterator[str]:
+        if why is not None:
+            yield f"ended by the watch: {why}"
+        if self._masked:
+            yield f"{self._masked} samples had no reward and were left out"
+        for name in sorted({key for row in rows for key in row if key.startswith("alarm/")}):
+            stood = [int(row["iteration"]) for row in rows if name in row]
+            yield f"alarm {name.removeprefix('alarm/')}: stood at {len(stood)} iterations, {stood[0]} to {stood[-1]}"
+        undone = [f"{row['iteration']} to {row[ROLLED_BACK_TO]:.0f}" for row in rows if ROLLED_BACK_TO in row]
+        if undone:
+            yield f"rolled back from iteration {', '.join(undone)}"
 
     def close(self) -> None:
         self._progress.close()
         self._metrics.close()
         self._events.close()
+        self._alarms.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 

@@ -8,6 +8,7 @@ is taken after that, so that a resumed run repeats nothing and skips nothing.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -15,13 +16,15 @@ import numpy as np
 import torch
 
 from verst.cluster.cluster import Cluster
-from verst.config.recipe import RlRecipe, reward_name
+from verst.config.recipe import RlRecipe, gold_names, reward_name
 from verst.loops.batch import Batch, make_batch, reward_weights
 from verst.loops.prompt_checks import ask_engine, check_prompts
 from verst.loops.report import HELDOUT, Report
 from verst.loops.run_folder import RunFolder, dump
 from verst.loops.stop import Interrupted, StopSignal
+from verst.loops.watch import Watch, gold_metrics
 from verst.obs.images import padded
+from verst.obs.metrics import mean_of_finite, read_metrics
 from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, StageSeconds, assemble, in_prompt_order
 from verst.rollout.plan import plan_evaluation, plan_rollout
 from verst.rollout.prompts import Prompt, PromptSource, read_prompts
@@ -67,25 +70,24 @@ class Run:
         self._cluster = cluster
         self._source = source
         self._heldout = heldout
+        self._watch = Watch(recipe, score_gold=cluster.score_gold)
         engines = cluster.engines
-        self._pipeline = Pipeline(
-            generate=engines.generate,
-            parse=cluster.parse,
-            check=engines.check,
-            score=cluster.score,
-            on_span=report.span,
-        )
+        stages: dict[str, Any] = {"generate": engines.generate, "parse": cluster.parse, "check": engines.check}
+        self._pipeline = Pipeline(**stages, score=cluster.score, on_span=report.span)
+        self._evaluation = Pipeline(**stages, score=cluster.score_all, on_span=report.span)
 
     async def to_the_end(self, stop: StopSignal, done: int | None, until: int | None = None) -> None:
         """done: the iteration of the newest checkpoint; None for a new run."""
-        recipe, report = self._recipe, self._report
+        recipe = self._recipe
         self._folder.write_processes(await self._cluster.pids())
         await ask_engine(recipe, self._cluster.engines, self._source.prompts, self._heldout)
+        is_new = done is None
         done = await self._resume(done)
         await self._sync(done)
-        if done == 0:
-            report.iteration(0, await self._evaluate(0))
+        ended = await self._complete(0, {}) if is_new else None
         for iteration in range(done + 1, (until or recipe.run.iterations) + 1):
+            if ended or stop.requested:
+                break
             started = time.perf_counter()
             try:
                 tasks = plan_rollout(recipe, self._source, iteration - 1)
@@ -93,24 +95,45 @@ class Run:
             except Interrupted:
                 break
             batch = make_batch(recipe, groups := assemble(scored, group_size=recipe.rollout.group_size))
-            update, train_s = await self._update(batch)
+            (update, train_s), seen = await asyncio.gather(
+                self._update(batch), self._watch.observe(iteration, groups, scored)
+            )
             sync, sync_s = await self._sync(iteration)
             done = iteration
             metrics = {
                 **reward_metrics(recipe, groups, batch),
+                **seen,
                 **update_metrics(update, batch, recipe),
                 **sync,
                 **perf_metrics(seconds, len(groups) * recipe.rollout.group_size, train_s, sync_s),
                 "perf/iteration_s": time.perf_counter() - started,
             }
-            if done % recipe.eval.every == 0 or done == recipe.run.iterations:
-                metrics |= await self._evaluate(done)
-            report.iteration(done, metrics)
-            if done % recipe.checkpoint.every == 0 or done == recipe.run.iterations:
-                await self._save(done)
-            if stop.requested:
-                break
-        await self._end(done)
+            ended = await self._complete(done, metrics)
+        await self._end(done, ended)
+
+    async def _complete(self, done: int, metrics: dict[str, float]) -> str | None:
+        """Evaluate, judge, report and save what is due after iteration `done`; why the run ends here, if it does."""
+        recipe, last = self._recipe, done == self._recipe.run.iterations
+        if done % recipe.eval.every == 0 or last:
+            metrics |= await self._evaluate(done)
+        verdict = self._watch.after(done, metrics)
+        if verdict.rollback_to is not None:
+            await self._roll_back(verdict.rollback_to, version=done)
+        self._report.iteration(done, metrics | verdict.metrics)
+        self._report.alarms(done, verdict.raised)
+        due = done > 0 and done % recipe.checkpoint.every == 0
+        if due or last or verdict.is_best or verdict.stop or verdict.rollback_to is not None:
+            await self._save(done)
+        return verdict.stop
+
+    async def _roll_back(self, iteration: int, *, version: int) -> None:
+        """Weights, optimizer and averages of an earlier iteration, into engines too; the run's numbers go on."""
+        folder = checkpoint.step_folder(self._folder.checkpoints, iteration)
+        self._report.status(f"rolling back to {folder}")
+        checkpoint.read_state(folder)
+        await self._cluster.trainer.load(folder)
+        await self._cluster.trainer.scale_lr(self._watch.lr_scale)
+        await self._sync(version)
 
     async def _resume(self, done: int | None) -> int:
         """Load the checkpoint of iteration `done` into the trainer; where the run then stands."""
@@ -119,6 +142,9 @@ class Run:
             self._report.status(f"loading {latest}")
             await self._cluster.trainer.load(latest)
         self._report.resume_at(-1 if done is None else done)
+        saved = [checkpoint.iteration_of(folder) for folder in checkpoint.published(self._folder.checkpoints)]
+        self._watch.resume(read_metrics(self._folder.metrics), saved)
+        await self._cluster.trainer.scale_lr(self._watch.lr_scale)
         return done or 0
 
     async def _update(self, batch: Batch) -> tuple[UpdateMetrics | None, float]:
@@ -147,7 +173,7 @@ class Run:
         self._report.status(f"evaluating {len(self._heldout)} held-out prompts")
         if recipe.eval.weights == "ema":
             await self._sync(iteration, ema=True)
-        scored, seconds = await self._pipeline.run(plan_evaluation(recipe, self._heldout))
+        scored, seconds = await self._evaluation.run(plan_evaluation(recipe, self._heldout))
         if recipe.eval.weights == "ema":
             await self._sync(iteration)
         rewards = heldout_rewards(recipe, scored)
@@ -157,6 +183,7 @@ class Run:
         texts = [prompt.text for prompt in self._heldout[shown]]
         self._report.pictures(iteration, media, texts, rewards["total"][shown])
         metrics = {f"{HELDOUT}/{name}": mean_of_finite(values) for name, values in rewards.items() if name != "total"}
+        metrics |= gold_metrics(gold_names(recipe), [item.scores for item in scored])
         return {HELDOUT: mean_of_finite(rewards["total"]), **metrics, "perf/eval_s": seconds.total}
 
     async def _save(self, iteration: int) -> None:
@@ -164,16 +191,17 @@ class Run:
         root = self._folder.checkpoints
         await self._cluster.trainer.save(root, iteration)
         state = {"iteration": iteration, "weight_version": iteration, "recipe": dump(self._recipe)}
-        checkpoint.publish(root, iteration, state, keep=self._recipe.checkpoint.keep)
+        checkpoint.publish(root, iteration, state, keep=self._recipe.checkpoint.keep, best=self._watch.best)
 
-    async def _end(self, done: int) -> None:
-        if done < self._recipe.run.iterations:
+    async def _end(self, done: int, ended: str | None) -> None:
+        """ended: why the watch ended the run."""
+        if done < self._recipe.run.iterations and ended is None:
             latest = self._folder.latest()
             if done and (latest is None or latest != checkpoint.step_folder(self._folder.checkpoints, done)):
                 await self._save(done)
             self._report.status(f"stopped after iteration {done}; the same command goes on from there")
             return
-        self._report.finish(done)
+        self._report.finish(done, early=done < self._recipe.run.iterations, why=ended)
 
 
 def resume_point(folder: RunFolder) -> int | None:
@@ -201,6 +229,8 @@ def reward_metrics(recipe: RlRecipe, groups: list[Group], batch: Batch) -> dict[
         "reward/train_std": float(finite.std()) if len(finite) else float("nan"),
         "reward/num_masked": float(batch.advantages.num_masked),
         "reward/num_failures": float(sum(scores.num_failures for group in groups for scores in group.scores)),
+        "rollout/groups": float(len(groups)),
+        "rollout/samples": float(len(total)),
         "rollout/zero_variance_groups": float(batch.filtered.num_zero_variance),
     }
 
@@ -241,10 +271,3 @@ def heldout_rewards(recipe: RlRecipe, scored: list[ScoredMicrogroup]) -> dict[st
     weights = {name: weight for name, weight in reward_weights(recipe).items() if weight != 0}
     columns: Any = zip(*(np.array(by_name[name]) * weight for name, weight in weights.items()), strict=True)
     return {**by_name, "total": [float(sum(row)) for row in columns]}
-
-
-def mean_of_finite(values: Any) -> float:
-    """Over the finite ones; NaN where there is none."""
-    array = np.asarray(values, dtype=np.float64)
-    finite = array[np.isfinite(array)]
-    return float(finite.mean()) if len(finite) else float("nan")

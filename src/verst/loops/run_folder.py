@@ -31,8 +31,12 @@ _FREE = (
     "engine.",
     "rollout.parsers.",
     "trainer.ranks",
+    "watch.alarms",
+    "watch.gold",
+    "watch.stop.",
+    "watch.max_rollbacks",
 )
-"""Keys that may change when a run goes on: they do not change what is computed (ranks: to 1e-6)."""
+"""Keys that may change when a run goes on: they do not change what an iteration computes (ranks: to 1e-6)."""
 
 
 class RunFolder:
@@ -72,7 +76,8 @@ class RunFolder:
         if not path.exists():
             return None
         summary: dict[str, Any] = json.loads(path.read_text())
-        done = summary.get("early", False) or summary["iterations"] >= self.recipe.run.iterations
+        ended = summary.get("early", False) and summary.get("rules") == ending_rules(self.recipe)
+        done = ended or summary["iterations"] >= self.recipe.run.iterations
         return summary if done else None
 
     def finish(self, summary: dict[str, Any]) -> None:
@@ -139,6 +144,11 @@ class RunFolder:
 def dump(recipe: Recipe) -> dict[str, Any]:
     """The resolved recipe as TOML-ready tables."""
     return recipe.model_dump(mode="json", exclude_none=True)
+
+
+def ending_rules(recipe: Recipe) -> dict[str, Any] | None:
+    """What may end an RL run early: one that ended by other rules is not complete. None of a supervised run."""
+    return recipe.watch.model_dump(mode="json") if isinstance(recipe, RlRecipe) else None
 
 
 def stored_recipe(run: Path) -> Recipe:

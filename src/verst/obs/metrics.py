@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+import numpy as np
+
 from verst.errors import CheckpointError, InvariantError
 
 ITERATION = "iteration"
@@ -89,6 +91,13 @@ def series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float
     """Iterations that have a finite value of this metric, and the values."""
     points = [(row[ITERATION], float(row[name])) for row in rows if row.get(name) is not None]
     return [x for x, _ in points], [y for _, y in points]
+
+
+def mean_of_finite(values: Any) -> float:
+    """Over the finite ones; NaN where there is none."""
+    array = np.asarray(values, dtype=np.float64)
+    finite = array[np.isfinite(array)]
+    return float(finite.mean()) if len(finite) else float("nan")
 
 
 def _row(iteration: int, values: Mapping[str, float]) -> dict[str, Any]:

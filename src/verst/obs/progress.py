@@ -31,6 +31,9 @@ class Progress(Protocol):
     def status(self, text: str) -> None:
         """What the run does now, e.g. "starting 1 engine"."""
 
+    def notice(self, text: str) -> None:
+        """Something that must be seen and stay, e.g. an alarm."""
+
     def close(self) -> None:
         """The last state stays on the screen."""
 
@@ -91,6 +94,9 @@ class QuietProgress:
     def status(self, text: str) -> None:
         pass
 
+    def notice(self, text: str) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -111,6 +117,9 @@ class LineProgress:
 
     def status(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    def notice(self, text: str) -> None:
+        self.status(text)
 
     def close(self) -> None:
         pass
@@ -134,6 +143,10 @@ class LiveProgress:
 
     def status(self, text: str) -> None:
         self._status = text
+
+    def notice(self, text: str) -> None:
+        # Above the panel, where it is not drawn over.
+        self._live.console.print(text, soft_wrap=True, markup=False, highlight=False, style="bold yellow")
 
     def close(self) -> None:
         self._status = ""

@@ -28,10 +28,15 @@ from torch.futures import Future
 from verst.errors import CheckpointError
 
 _MANIFEST, _STATE, _TENSORS = "manifest.json", "run_state.json", "tensors"
+_BEST = "best.json"
 
 
 def step_folder(root: Path, iteration: int) -> Path:
     return root / f"step_{iteration:08d}"
+
+
+def iteration_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
 
 
 def published(root: Path) -> list[Path]:
@@ -59,8 +64,11 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool) -
             dcp_save(dict(tensors), storage_writer=_Writer(folder / _TENSORS), no_dist=alone)
 
 
-def publish(root: Path, iteration: int, state: Mapping[str, Any], *, keep: int) -> Path:
-    """Make the partial checkpoint of `iteration` the newest one; drop all but the newest `keep`."""
+def publish(root: Path, iteration: int, state: Mapping[str, Any], *, keep: int, best: int | None = None) -> Path:
+    """Make the partial checkpoint of `iteration` the newest one; drop all but the newest `keep` and the best.
+
+    best: the iteration of the best checkpoint, this one or an older one; `best_folder` finds it from then on.
+    """
     partial, final = partial_folder(root, iteration), step_folder(root, iteration)
     with _explained(partial):
         (partial / _STATE).write_text(json.dumps(state, indent=1))
@@ -74,9 +82,32 @@ def publish(root: Path, iteration: int, state: Mapping[str, Any], *, keep: int) 
             _remove(final)
         partial.rename(final)
         _sync(root)
+    if best is not None:
+        # Before the old best may go: at any instant the file names one that is there.
+        _mark_best(root, best)
     for old in published(root)[:-keep]:
-        _remove(old)
+        if best is None or old != step_folder(root, best):
+            _remove(old)
     return final
+
+
+def best_folder(root: Path) -> Path | None:
+    """The best published checkpoint; None where none is kept. Raises CheckpointError for a damaged marker."""
+    if not (root / _BEST).exists():
+        return None
+    try:
+        return step_folder(root, int(json.loads((root / _BEST).read_text())["iteration"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{root / _BEST} cannot be read: {error}") from None
+
+
+def _mark_best(root: Path, iteration: int) -> None:
+    partial = root / f".{_BEST}.partial"
+    with _explained(partial):
+        partial.write_text(json.dumps({"iteration": iteration}))
+        _sync(partial)
+        partial.rename(root / _BEST)
+        _sync(root)
 
 
 def _remove(folder: Path) -> None:

@@ -77,6 +77,8 @@ class Trainer:
         self._fill_optimizer_state()
         self.num_steps = 0
         """Optimizer steps taken."""
+        self.lr_scale = 1.0
+        """Factor on the schedule's learning rate; no part of the tensors."""
         self.ema = None if config.ema_decay is None else Ema(self.named, config.ema_decay)
 
     def step(self, tiles: Sequence[Callable[[], TileLoss]]) -> StepMetrics:
@@ -95,7 +97,7 @@ class Trainer:
             raise InvariantError(self._describe_non_finite(loss, grad_norm))
         if self._config.grad_clip is not None:
             torch.nn.utils.clip_grads_with_norm_(trained, self._config.grad_clip, norm, foreach=False)
-        lr = self.lr_at(self.num_steps)
+        lr = self.lr_at(self.num_steps) * self.lr_scale
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

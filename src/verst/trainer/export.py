@@ -24,16 +24,25 @@ from verst.weights.lora import ADAPTER, adaptable, attach_lora
 What = Literal["auto", "lora", "pipeline"]
 
 
-def find_checkpoint(run: Path, step: int | None) -> Path:
-    """The checkpoint of iteration `step`, or the newest. Raises ConfigError, naming those that there are."""
-    folders = checkpoint.published(run / "checkpoints")
-    wanted = folders[-1:] if step is None else [f for f in folders if f.name == f"step_{step:08d}"]
-    if not wanted:
-        have = ", ".join(str(int(f.name.removeprefix("step_"))) for f in folders) or "none"
-        raise ConfigError(
-            f"{run} has no checkpoint{'' if step is None else f' of iteration {step}'}; iterations saved: {have}"
-        )
-    return wanted[0]
+def find_checkpoint(run: Path, which: str = "newest") -> Path:
+    """A published checkpoint: the "newest", the "best", or that of an iteration, e.g. "40".
+
+    Raises ConfigError, naming those that there are.
+    """
+    root = run / "checkpoints"
+    folders = checkpoint.published(root)
+    have = ", ".join(str(checkpoint.iteration_of(f)) for f in folders) or "none"
+    if which == "best" and checkpoint.best_folder(root) is None:
+        raise ConfigError(f"{run} keeps no best checkpoint (checkpoint.keep_best); iterations saved: {have}")
+    if which not in ("best", "newest") and not which.isdecimal():
+        raise ConfigError(f"checkpoint {which!r} must be newest, best or an iteration; iterations saved: {have}")
+    if which == "newest":
+        wanted = folders[-1] if folders else None
+    else:
+        wanted = checkpoint.best_folder(root) if which == "best" else checkpoint.step_folder(root, int(which))
+    if wanted is None or wanted not in folders:
+        raise ConfigError(f"{run} has no checkpoint {which}; iterations saved: {have}")
+    return wanted
 
 
 def load_trained(module: nn.Module, recipe: RlRecipe, folder: Path, *, ema: bool) -> None:
@@ -59,10 +68,11 @@ def load_trained(module: nn.Module, recipe: RlRecipe, folder: Path, *, ema: bool
     module.requires_grad_(False)
 
 
-def export(run: Path, recipe: RlRecipe, out: Path, *, what: What, step: int | None, ema: bool) -> Path:
+def export(run: Path, recipe: RlRecipe, out: Path, *, what: What, which: str, ema: bool) -> Path:
     """Write `out` whole or not at all.
 
     lora: `pytorch_lora_weights.safetensors`, for `pipeline.load_lora_weights(out)`.
+    which: the checkpoint, as for `find_checkpoint`.
     pipeline: a model folder for `DiffusionPipeline.from_pretrained(out)`, a LoRA merged into it in fp32.
     """
     is_lora = isinstance(recipe.model.finetune, s.LoraFinetune)
@@ -70,7 +80,7 @@ def export(run: Path, recipe: RlRecipe, out: Path, *, what: What, step: int | No
         raise ConfigError(f"{run} trained the whole transformer, so there is no LoRA; use --what pipeline")
     if out.exists():
         raise ConfigError(f"{out} exists already; name a folder that does not")
-    folder = find_checkpoint(run, step)
+    folder = find_checkpoint(run, which)
     family = recognise(recipe.model.path)
     components = family.load(recipe.model.path, parts=("transformer",), dtype=torch.float32, device=torch.device("cpu"))
     load_trained(components.transformer, recipe, folder, ema=ema)
