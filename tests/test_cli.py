@@ -24,11 +24,14 @@ from verst.config.sections import JpegSizeReward
 from verst.engine.resolve import resolve
 from verst.engine.wire import GenerateRequest, decode_response
 from verst.engine.worker import Worker
+from verst.errors import ConfigError
 from verst.families import recognise
 from verst.rewards.base import RewardBatch
 from verst.rewards.jpeg_size import JpegSize
 from verst.rollout.plan import plan_evaluation
 from verst.rollout.prompts import read_prompts
+from verst.trainer import checkpoint
+from verst.trainer.export import find_checkpoint
 
 REPOSITORY = Path(__file__).parents[1]
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.toml"))
@@ -209,6 +212,33 @@ def test_eval_of_an_untrained_model(
     values = reward.score(RewardBatch.plain(torch.stack([record["media"] for record in records]), task.prompts))
     assert lines.keys() == {"reward/heldout", "reward/heldout/jpeg_size"}
     assert float(lines["reward/heldout"]) == pytest.approx(sum(values) / 2, rel=1e-5)
+    assert here(monkeypatch, "eval", tmp_path / "recipe.toml", 'watch={gold=[{type="brightness"}]}') == 0
+    again = dict(line.split(": ") for line in capsys.readouterr().out.splitlines() if line.startswith("reward/"))
+    assert again.pop("reward/gold/brightness")
+    assert again == lines
+    assert here(monkeypatch, "eval", tmp_path / "recipe.toml", "--checkpoint", "best") == 2
+    assert "is a recipe, whose untrained model is evaluated; name a run" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_named_newest_best_or_by_iteration(tmp_path: Path) -> None:
+    def refusal(which: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            find_checkpoint(tmp_path, which)
+        return str(error.value)
+
+    root = tmp_path / "checkpoints"
+    assert refusal("newest") == f"{tmp_path} has no checkpoint; iterations saved: none"
+    for iteration, best in ((2, None), (4, 4), (6, 4)):
+        checkpoint.partial_folder(root, iteration).mkdir(parents=True)
+        if iteration == 4:
+            expected = f"{tmp_path} keeps no best checkpoint (checkpoint.keep_best); iterations saved: 2"
+            assert refusal("best") == expected
+        checkpoint.publish(root, iteration, {}, keep=3, best=best)
+    assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path, "newest") == checkpoint.step_folder(root, 6)
+    assert find_checkpoint(tmp_path, "best") == checkpoint.step_folder(root, 4)
+    assert find_checkpoint(tmp_path, "2") == checkpoint.step_folder(root, 2)
+    assert refusal("3") == f"{tmp_path} has no checkpoint of iteration 3; iterations saved: 2, 4, 6"
+    assert refusal("-1") == "checkpoint '-1' must be newest, best or an iteration; iterations saved: 2, 4, 6"
 
 
 @contextmanager
@@ -265,7 +295,7 @@ def test_export_of_what_is_no_run(
     recipe_with(tmp_path)
     (run / "recipe.toml").write_text((tmp_path / "recipe.toml").read_text())
     assert here(monkeypatch, "export", run, tmp_path / "out") == 2
-    assert f"{run} has no checkpoint newest; iterations saved: none" in capsys.readouterr().err
+    assert f"{run} has no checkpoint; iterations saved: none" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -63,6 +63,15 @@ def test_lines_say_reward_heldout_split_and_time_left():
     assert "4 min 57 s left" in second
 
 
+def test_a_notice_is_seen_and_stays():
+    for terminal in (False, True):
+        progress = make_progress(name="r", total=3, console=(screen := console(terminal=terminal)))
+        progress.notice("iteration 1: alarm kl (log): policy/kl is 2, above [1]")
+        progress.status("saving")
+        progress.close()
+        assert text(screen).count("iteration 1: alarm kl (log): policy/kl is 2, above [1]") == 1
+
+
 def test_a_resumed_run_counts_from_where_it_was():
     screen = console(terminal=False)
     progress = make_progress(name="glyphs", total=100, console=screen)

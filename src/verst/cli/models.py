@@ -19,6 +19,10 @@ def evaluate(target: Path, overrides: Sequence[str], *, checkpoint: str, ema: bo
     recipe = load_recipe(target / "recipe.toml" if target.is_dir() else target, overrides)
     if not isinstance(recipe, RlRecipe):
         raise ConfigError(f"{target} is an SFT recipe, which evaluates itself while it trains")
+    if checkpoint != "newest" and not target.is_dir():
+        raise ConfigError(
+            f"--checkpoint {checkpoint}: {target} is a recipe, whose untrained model is evaluated; name a run"
+        )
     folder = find_checkpoint(target, checkpoint) if target.is_dir() else None
     for name, value in asyncio.run(evaluate_model(recipe, checkpoint=folder, ema=ema)).items():
         print(f"{name}: {value:.6g}")

@@ -41,7 +41,8 @@ def find_checkpoint(run: Path, which: str = "newest") -> Path:
     else:
         wanted = checkpoint.best_folder(root) if which == "best" else checkpoint.step_folder(root, int(which))
     if wanted is None or wanted not in folders:
-        raise ConfigError(f"{run} has no checkpoint {which}; iterations saved: {have}")
+        name = "" if wanted is None else f" of iteration {checkpoint.iteration_of(wanted)}"
+        raise ConfigError(f"{run} has no checkpoint{name}; iterations saved: {have}")
     return wanted
 
 
