@@ -25,7 +25,8 @@ from verst.engine.wire import decode_response, to_microgroup
 from verst.engine.worker import Worker
 from verst.errors import ConfigError, EngineError, RequestError, SyncError
 from verst.families.tiny import build_tiny
-from verst.weights.send import Publication, trained_tensors
+from verst.weights.send import Outgoing, trained_tensors
+from verst.weights.transports import ShmSender
 
 
 @pytest.fixture
@@ -269,24 +270,32 @@ def test_weights_from_shared_memory_through_the_client(server: EngineServer, fol
     async def scenario() -> None:
         async with EngineClient(server.url) as client:
             before = await client.checksum(["transformer"])
-            good = Publication(tensors, version=5, lora=None, bucket_bytes=2**18)
-            certificate = await client.update_weights(good.manifest)
+            sender, spoiler = (ShmSender(rank=0, bucket_bytes=2**18) for _ in range(2))
+            dtypes = dict.fromkeys(tensors, torch.float32)
+            good = sender.publish(Outgoing(version=5, tensors=tensors, dtypes=dtypes, lora=None))
+            assert good is not None
+            certificate = await client.update_weights(good)
             assert (certificate["version"], certificate["num_applied"]) == (5, len(tensors))
             changed = await client.checksum(["transformer"])
             assert changed != before
             microgroup = to_microgroup(await client.generate(request()), keys(2))
             assert microgroup.echo["weight_version"] == 5
-            lied = {**good.manifest, "digest": "0" * 64}
             with pytest.raises(SyncError, match="digest"):
-                await client.update_weights(lied)
+                await client.update_weights({**good, "digest": "multilinear:0"})
+            with pytest.raises(EngineError, match=r"weights are not whole: version 5 arrived damaged; send them again"):
+                await client.generate(request())
+            await client.update_weights(good)
+            await client.generate(request())
             renamed = {("x." + n if n == "proj_out.bias" else n): t for n, t in tensors.items()}
-            bad = Publication(renamed, version=6, lora=None, bucket_bytes=2**18)
+            dtypes = dict.fromkeys(renamed, torch.float32)
+            bad = spoiler.publish(Outgoing(version=6, tensors=renamed, dtypes=dtypes, lora=None))
+            assert bad is not None
             with pytest.raises(SyncError, match=r"x\.proj_out\.bias"):
-                await client.update_weights(bad.manifest)
-            good.close()
-            bad.close()
+                await client.update_weights(bad)
+            sender.close()
+            spoiler.close()
             with pytest.raises(SyncError, match="cannot be opened"):
-                await client.update_weights(good.manifest)
+                await client.update_weights(good)
             assert await client.checksum(["transformer"]) == changed
 
     asyncio.run(scenario())

@@ -21,7 +21,8 @@ from verst.families import ALL_PARTS, recognise
 from verst.flow import transitions
 from verst.types import Microgroup, StreamTrajectory
 from verst.weights.lora import LoraSpec
-from verst.weights.send import Publication, trained_tensors
+from verst.weights.send import Outgoing, trained_tensors
+from verst.weights.transports import ShmSender
 
 
 @pytest.fixture(scope="module")
@@ -307,9 +308,12 @@ def test_weights_from_shared_memory(folder: Path, lora: LoraSpec | None) -> None
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.1)
     (before,) = made(worker, request())
     tensors = trained_tensors(trained, dtype=torch.float32)
-    publication = Publication(tensors, version=3, lora=lora, bucket_bytes=2**20)
-    certificate = worker.update_from_manifest(publication.manifest)
-    publication.close()
+    sender = ShmSender(rank=0, bucket_bytes=2**20)
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    manifest = sender.publish(Outgoing(version=3, tensors=tensors, dtypes=dtypes, lora=lora))
+    assert manifest is not None
+    certificate = worker.update_from_manifest(manifest)
+    sender.close()
     assert certificate["num_applied"] == len(trained)
     (after,), (expected,) = made(worker, request()), made(trainer, request())
     assert after.samples[0].weight_version == after.echo["weight_version"] == 3
@@ -322,10 +326,13 @@ def test_a_manifest_that_does_not_fit_changes_nothing(folder: Path) -> None:  # 
     before = worker.checksums(["transformer"])
     tensors = {n: p.detach() + 1 for n, p in worker.components.transformer.named_parameters()}
     tensors["nobody.weight"] = tensors.pop("proj_out.weight")
-    publication = Publication(tensors, version=1, lora=None, bucket_bytes=2**20)
+    sender = ShmSender(rank=0, bucket_bytes=2**20)
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    manifest = sender.publish(Outgoing(version=1, tensors=tensors, dtypes=dtypes, lora=None))
+    assert manifest is not None
     with pytest.raises(SyncError, match=r"nobody\.weight"):
-        worker.update_from_manifest(publication.manifest)
-    publication.close()
+        worker.update_from_manifest(manifest)
+    sender.close()
     assert worker.checksums(["transformer"]) == before
     assert worker.weight_version == -1
 

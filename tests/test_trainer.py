@@ -22,7 +22,6 @@ from verst.families import recognise
 from verst.loops.batch import make_batch
 from verst.trainer.rl import RlTrainer
 from verst.types import SampleKey
-from verst.weights.receive import apply_manifest
 
 NO_CLIP = "trainer.grad_clip=1e9"
 FROZEN = "trainer.lr=0.0"
@@ -343,7 +342,7 @@ def test_publish_of_moving_average_and_live_weights(tmp_path: Path) -> None:
         for ema in (True, False):
             manifest = trainer.publish(1, ema=ema)
             assert manifest is not None
-            apply_manifest(manifest, worker.components.transformer)
+            worker.update_from_manifest(manifest)
             trainer.unpublish()
             held.append({f"transformer.{n}": p.clone() for n, p in worker.components.transformer.named_parameters()})
         live = trainer.weights()

@@ -19,10 +19,12 @@ from verst.errors import ConfigError, SyncError
 from verst.families import recognise
 from verst.types import Conditioning
 from verst.weights.block import SharedBlock, open_block
+from verst.weights.digest import digest_of
 from verst.weights.lora import LoraSpec, attach_lora, is_lora_parameter, lora_spec_of
-from verst.weights.manifest import Certificate, Manifest, bucket_size, digest_of, pack, verify, view_in
-from verst.weights.receive import apply_manifest
-from verst.weights.send import Publication, trained_tensors
+from verst.weights.manifest import Certificate, Manifest, bucket_size, pack, verify, view_in
+from verst.weights.receive import WeightReceiver
+from verst.weights.send import LoraForm, Outgoing, trained_tensors
+from verst.weights.transports import ShmSender
 
 FAMILY = recognise(tiny_model())
 SPEC = LoraSpec(rank=2, alpha=4.0, targets=FAMILY.lora_targets)
@@ -86,22 +88,39 @@ def velocity(module: nn.Module) -> Tensor:
     return FAMILY.velocity(module, latents, sigmas, conditioning, guidance_scale=1.0)["visual"]
 
 
+def outgoing_of(tensors: Mapping[str, Tensor], *, lora: LoraSpec | None = None, form: LoraForm = "pairs") -> Outgoing:
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    return Outgoing(version=7, tensors=tensors, dtypes=dtypes, lora=lora, form=form)
+
+
 class Published:
-    """A publication that a test may spoil on its way; closed at the end."""
+    """Publications in shared memory that a test may spoil on their way; closed at the end."""
 
     def __init__(self) -> None:
-        self._open: list[Publication] = []
+        self._open: list[ShmSender] = []
 
     def __call__(
-        self, tensors: Mapping[str, Tensor], *, lora: LoraSpec | None = None, bucket_bytes: int = 2**20
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        lora: LoraSpec | None = None,
+        form: LoraForm = "pairs",
+        bucket_bytes: int = 2**20,
     ) -> Manifest:
-        publication = Publication(tensors, version=7, lora=lora, bucket_bytes=bucket_bytes)
-        self._open.append(publication)
-        return publication.manifest
+        sender = ShmSender(rank=0, bucket_bytes=bucket_bytes)
+        self._open.append(sender)
+        manifest = sender.publish(outgoing_of(tensors, lora=lora, form=form))
+        assert manifest is not None
+        return manifest
 
     def close(self) -> None:
-        for publication in self._open:
-            publication.close()
+        for sender in self._open:
+            sender.close()
+
+
+def apply_manifest(manifest: Manifest, module: nn.Module) -> Certificate:
+    """By a receiver of its own, as an engine has one."""
+    return WeightReceiver(module, device=torch.device("cpu")).apply(manifest)
 
 
 @pytest.fixture
@@ -130,7 +149,8 @@ def test_buckets_hold_every_tensor_once_at_its_place() -> None:
         "scalar": torch.tensor(2.5),
         "brain": torch.randn(7, generator=generator).bfloat16(),
     }
-    buckets = pack(tensors, bucket_bytes=160)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    buckets = pack(shapes, {name: tensor.dtype for name, tensor in tensors.items()}, bucket_bytes=160)
     assert [[entry["name"] for entry in bucket] for bucket in buckets] == [
         ["small", "half"],
         ["large"],
@@ -146,19 +166,6 @@ def test_buckets_hold_every_tensor_once_at_its_place() -> None:
             got = view_in(block, entry)
             assert got.dtype == tensors[entry["name"]].dtype
             assert torch.equal(got, tensors[entry["name"]])
-
-
-def test_digest_depends_on_names_shapes_dtypes_and_values() -> None:
-    tensors = {"a": torch.arange(4.0), "b": torch.zeros(2)}
-    others = [
-        {"a": torch.arange(4.0), "c": torch.zeros(2)},
-        {"a": torch.arange(4.0).view(2, 2), "b": torch.zeros(2)},
-        {"a": torch.arange(4.0), "b": torch.zeros(2, dtype=torch.int32)},
-        {"a": torch.tensor([0.0, 1.0, 2.0, 3.0000002]), "b": torch.zeros(2)},
-    ]
-    digests = {digest_of(tensors), *(digest_of(other) for other in others)}
-    assert len(digests) == 5
-    assert digest_of({"b": tensors["b"], "a": tensors["a"]}) == digest_of(tensors)
 
 
 @pytest.mark.parametrize("bucket_bytes", [2**20, 5000])
@@ -280,17 +287,22 @@ def test_other_shape_or_dtype_is_refused(
     assert_unchanged(engine, before)
 
 
-def test_other_bytes_than_announced_are_found_out(engine: nn.Module, full_sender: nn.Module) -> None:
-    publication = Publication(full_tensors(full_sender), version=7, lora=None, bucket_bytes=2**20)
-    manifest = publication.manifest
+def test_other_bytes_than_announced_are_found_out_and_made_good(
+    engine: nn.Module, full_sender: nn.Module, publish: Published
+) -> None:
+    manifest = publish(full_tensors(full_sender))
     with open_block(manifest["buckets"][0]["handle"], manifest["buckets"][0]["nbytes"]) as block:
         block[0] ^= 1  # one bit, after the digest was taken
         del block
-    certificate = apply_manifest(manifest, engine)
-    publication.close()
-    assert certificate["num_applied"] == 66
-    with pytest.raises(SyncError, match=r"engine e did not take the weights: digest is \w+, expected \w+"):
-        verify(manifest, certificate, engine="e")
+    receiver = WeightReceiver(engine, device=torch.device("cpu"))
+    with pytest.raises(
+        SyncError, match=r"digest of what the engine holds is multilinear:\w+, expected multilinear:\w+"
+    ):
+        receiver.apply(manifest)
+    assert receiver.invalid == "version 7 arrived damaged"
+    good = publish(full_tensors(full_sender))
+    verify(good, receiver.apply(good), engine="e")
+    assert receiver.invalid is None
 
 
 def test_other_version_is_found_out(engine: nn.Module, full_sender: nn.Module, publish: Published) -> None:
@@ -324,26 +336,32 @@ def test_non_finite_weights_are_refused_by_name(full_sender: nn.Module, value: f
     tensors = full_tensors(full_sender)
     tensors["proj_out.bias"][3] = value
     with pytest.raises(SyncError, match=r"weights of version 7 are not finite: proj_out\.bias$"):
-        Publication(tensors, version=7, lora=None, bucket_bytes=2**20)
+        ShmSender(rank=0, bucket_bytes=2**20).publish(outgoing_of(tensors))
 
 
-def test_block_is_gone_after_close(engine: nn.Module, full_sender: nn.Module) -> None:
+def test_block_is_gone_after_release(engine: nn.Module, full_sender: nn.Module) -> None:
     before = state_of(engine)
-    publication = Publication(full_tensors(full_sender), version=7, lora=None, bucket_bytes=5000)
-    assert publication.nbytes >= 4 * sum(t.numel() for t in full_tensors(full_sender).values())
-    publication.close()
+    sender = ShmSender(rank=0, bucket_bytes=5000)
+    manifest = sender.publish(outgoing_of(full_tensors(full_sender)))
+    assert manifest is not None
+    sender.release()
     with pytest.raises(SyncError, match=r"cannot be opened \(No such file or directory\): the sender has ended"):
-        apply_manifest(publication.manifest, engine)
+        apply_manifest(manifest, engine)
     assert_unchanged(engine, before)
 
 
-def test_late_lora_receiver_is_left_as_it_was(engine: nn.Module, lora_sender: nn.Module) -> None:
+@pytest.mark.parametrize("form", ["pairs", "merged"])
+def test_late_lora_receiver_is_left_as_it_was(engine: nn.Module, lora_sender: nn.Module, form: LoraForm) -> None:
     before = state_of(engine)
-    publication = Publication(lora_tensors(lora_sender), version=7, lora=SPEC, bucket_bytes=2**20)
-    publication.close()
+    sender = ShmSender(rank=0, bucket_bytes=2**20)
+    manifest = sender.publish(outgoing_of(lora_tensors(lora_sender), lora=SPEC, form=form))
+    assert manifest is not None
+    sender.release()
+    receiver = WeightReceiver(engine, device=torch.device("cpu"))
     with pytest.raises(SyncError, match="cannot be opened"):
-        apply_manifest(publication.manifest, engine)
+        receiver.apply(manifest)
     assert_unchanged(engine, before)
+    assert (receiver.invalid, receiver.holds_merged_lora) == (None, False)
 
 
 def test_block_of_another_size_is_refused() -> None:
@@ -355,9 +373,11 @@ def test_block_of_another_size_is_refused() -> None:
 
 SENDER = """
 import time, torch
-from verst.weights.send import Publication
-p = Publication({"w": torch.arange(5.0)}, version=1, lora=None, bucket_bytes=2**20)
-bucket = p.manifest["buckets"][0]
+from verst.weights.send import Outgoing
+from verst.weights.transports import ShmSender
+sender = ShmSender(rank=0, bucket_bytes=2**20)
+out = Outgoing(version=1, tensors={"w": torch.arange(5.0)}, dtypes={"w": torch.float32}, lora=None)
+bucket = sender.publish(out)["buckets"][0]
 print(bucket["handle"], bucket["nbytes"], flush=True)
 time.sleep(600)
 """

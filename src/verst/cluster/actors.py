@@ -13,13 +13,14 @@ import torch
 
 from verst.algorithms.pairs import PairBlock
 from verst.config.recipe import RlRecipe
-from verst.config.sections import RewardConfig
+from verst.config.sections import ChosenSync, RewardConfig
 from verst.engine.server import EngineServer
 from verst.engine.wire import to_microgroup
 from verst.rewards import Reward, RewardBatch, make_reward
 from verst.rewards.base import Score
 from verst.trainer.parallel import open_store
 from verst.trainer.rl import DTYPES, RlTrainer, UpdateMetrics
+from verst.trainer.topology import Place, here
 from verst.types import Microgroup, SampleKey
 
 
@@ -35,10 +36,11 @@ class EngineActor(Process):
 
     def __init__(self, recipe: RlRecipe, *, index: int, device: str) -> None:
         engine = recipe.engine
+        self._device = torch.device(device)
         self._server = EngineServer(
             recipe.model.path,
             dtype=DTYPES[recipe.model.dtype],
-            device=torch.device(device),
+            device=self._device,
             host=engine.host,
             port=engine.port + index if engine.port else 0,
             deterministic=recipe.run.deterministic,
@@ -47,6 +49,9 @@ class EngineActor(Process):
             threads=recipe.run.threads,
             request_timeout_s=engine.request_timeout_s,
         )
+
+    def place(self) -> Place:
+        return here(self._device)
 
     def start(self, timeout_s: float) -> str:
         """The URL, once the model is loaded."""
@@ -101,12 +106,19 @@ class TrainerActor(Process):
         self._store = open_store(host, 0, rank=0, world_size=self._recipe.trainer.ranks)
         return host, int(self._store.port)
 
-    def build(self, host: str, port: int) -> None:
+    def place(self) -> Place:
+        return here(self._device)
+
+    def build(self, host: str, port: int, sync: ChosenSync) -> None:
         world_size = self._recipe.trainer.ranks
         if self._store is None:
             self._store = open_store(host, port, rank=self._rank, world_size=world_size)
         self._trainer = RlTrainer(
-            self._recipe, rank=self._rank, world_size=world_size, store=self._store, device=self._device
+            self._recipe.model_copy(update={"sync": sync}),
+            rank=self._rank,
+            world_size=world_size,
+            store=self._store,
+            device=self._device,
         )
 
     @property
@@ -117,8 +129,11 @@ class TrainerActor(Process):
     def update(self, steps: list[list[PairBlock]]) -> UpdateMetrics:
         return self.trainer.update(steps)
 
-    def publish(self, version: int, ema: bool) -> Any:
-        return self.trainer.publish(version, ema=ema)
+    def publish(self, version: int, ema: bool, receivers: int) -> Any:
+        return self.trainer.publish(version, ema=ema, receivers=receivers)
+
+    def send(self) -> str | None:
+        return self.trainer.send()
 
     def unpublish(self) -> None:
         self.trainer.unpublish()

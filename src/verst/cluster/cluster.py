@@ -18,6 +18,8 @@ from verst.cluster.calls import ActorPool, all_of, result_of
 from verst.config.plan import process_plan
 from verst.config.recipe import RlRecipe
 from verst.config.rewards import RewardConfig, reward_name
+from verst.config.sections import AutoSync, ChosenSync
+from verst.config.sync import chosen
 from verst.engine.client import EngineClient
 from verst.errors import ConfigError
 from verst.rewards.base import RewardBatch, Score
@@ -26,6 +28,7 @@ from verst.rollout.engines import EnginePool
 from verst.rollout.plan import MicrogroupTask
 from verst.rollout.scoring import reward_batch
 from verst.trainer.rl import UpdateMetrics
+from verst.trainer.topology import Place, choose
 from verst.types import Microgroup, SampleKey, Scores
 
 _RESTARTS = 3
@@ -42,6 +45,8 @@ class Cluster:
         self._device = "cuda" if cuda else "cpu"
         self._owns_ray = False
         self._actors: list[Any] = []
+        self.sync_choice = ""
+        """Which transport carries the weights, and why."""
 
     async def __aenter__(self) -> Cluster:
         self._connect()
@@ -115,9 +120,10 @@ class Cluster:
             for reward in rewards
         }
         self.trainer = TrainerGroup(ranks)
+        sync = await self._choose_sync()
         urls, *_ = await asyncio.gather(
             all_of([e.start.remote(_START_TIMEOUT_S) for e in self._engines], roles=["engine"] * len(self._engines)),
-            self.trainer.build(),
+            self.trainer.build(sync),
             all_of([parser.pid.remote() for parser in parsers], roles=["parser"] * len(parsers)),
             *(
                 all_of([actor.load.remote() for actor in pool.actors], roles=[f"reward {name}"] * len(pool.actors))
@@ -126,6 +132,35 @@ class Cluster:
         )
         clients = [EngineClient(url, timeout_s=recipe.engine.request_timeout_s) for url in urls]
         self.engines = EnginePool(clients, per_engine=recipe.engine.queue_size)
+
+    async def _choose_sync(self) -> ChosenSync:
+        config = self._recipe.sync
+        if not isinstance(config, AutoSync):
+            self.sync_choice = f"weight sync by {config.type} (sync.type)"
+            return config
+        ranks, engines = self.trainer.ranks, self._engines
+        places: list[Place] = await all_of(
+            [actor.place.remote() for actor in (*ranks, *engines)],
+            roles=["trainer"] * len(ranks) + ["engine"] * len(engines),
+        )
+        name, why = choose(places[: len(ranks)], places[len(ranks) :])
+        self.sync_choice = f"weight sync by {name}: {why}"
+        return chosen(config, name)
+
+    async def sync(self, version: int, *, ema: bool = False) -> Mapping[str, Any]:
+        """The trainer's weights into every engine, each with a certificate; the manifest. Raises SyncError."""
+        manifest = await self.trainer.publish(version, ema=ema, receivers=len(self._engines))
+        if manifest["digest"]:
+            try:
+                await self.engines.sync(manifest)
+            finally:
+                await self.trainer.unpublish()
+            return manifest
+        # Here the ranks work beside the engines: after a failure they may wait for the missing one yet, and nobody
+        # should wait for them to say what it was.
+        await self.engines.sync(manifest, digest=self.trainer.send())
+        await self.trainer.unpublish()
+        return manifest
 
     async def pids(self) -> dict[str, list[int]]:
         """role -> process ids, for people and for tests that kill them."""
@@ -182,9 +217,9 @@ class TrainerGroup:
         self.ranks = list(ranks)
         self._roles = [f"trainer rank {i}" for i in range(len(ranks))]
 
-    async def build(self) -> None:
+    async def build(self, sync: ChosenSync) -> None:
         host, port = await result_of(self.ranks[0].open.remote(), role=self._roles[0])
-        await self._all("build", host, port)
+        await self._all("build", host, port, sync)
 
     async def update(self, shares: Sequence[list[list[PairBlock]]]) -> UpdateMetrics:
         """One share a rank: for each optimizer step its pair blocks."""
@@ -192,10 +227,15 @@ class TrainerGroup:
         metrics: list[UpdateMetrics] = await all_of(refs, roles=self._roles)
         return metrics[0]
 
-    async def publish(self, version: int, *, ema: bool = False) -> Mapping[str, Any]:
-        """The manifest of the weights in shared memory; they stay there until `unpublish`."""
-        manifest: Mapping[str, Any] = (await self._all("publish", version, ema))[0]
+    async def publish(self, version: int, *, ema: bool = False, receivers: int) -> Mapping[str, Any]:
+        """The manifest of the weights that engines may take until `unpublish`."""
+        manifest: Mapping[str, Any] = (await self._all("publish", version, ema, receivers))[0]
         return manifest
+
+    async def send(self) -> str:
+        """Beside the engines' work; the digest of what was sent."""
+        digest: str = (await self._all("send"))[0]
+        return digest
 
     async def unpublish(self) -> None:
         await self._all("unpublish")

@@ -25,7 +25,7 @@ class BatchPlan:
     tiles_per_rank: int
     """Forward-backward passes of one rank in one optimizer step."""
     exact_ratio: bool
-    """Trainer tiles have the engine's batch geometry, so the ratio before an update is exactly 1."""
+    """Trainer tiles have the engine's batch geometry and LoRA form, so the ratio before an update is exactly 1."""
 
 
 def batch_plan(recipe: RlRecipe) -> BatchPlan:
@@ -50,7 +50,11 @@ def batch_plan(recipe: RlRecipe) -> BatchPlan:
         optimizer_steps=trainer.steps_per_rollout,
         pairs_per_optimizer_step=per_step,
         tiles_per_rank=-(-per_rank // trainer.tile_size),
-        exact_ratio=recipe.run.deterministic and trainer.tile_size == rollout.microgroup_size,
+        exact_ratio=(
+            recipe.run.deterministic
+            and trainer.tile_size == rollout.microgroup_size
+            and recipe.sync.lora != "merged_in_engine"
+        ),
     )
 
 

@@ -26,7 +26,7 @@ class RlRecipe(s.Section):
     algorithm: s.AlgorithmConfig
     trainer: s.TrainerConfig
     engine: s.EngineConfig = s.NativeEngine()
-    sync: s.SyncConfig = s.SyncConfig()
+    sync: s.SyncConfig = s.AutoSync()
     checkpoint: s.RlCheckpointConfig = s.RlCheckpointConfig()
     eval: s.EvalConfig = s.EvalConfig()
     watch: s.WatchConfig = s.WatchConfig()
@@ -43,6 +43,7 @@ class RlRecipe(s.Section):
         self._check_steps()
         self._check_reference()
         self._check_rewards()
+        self._check_sync()
         check_watch(
             self.watch,
             self.algorithm,
@@ -121,6 +122,12 @@ class RlRecipe(s.Section):
             )
         if isinstance(reference, s.EmaReference) and self.trainer.ema_decay is None:
             raise ConfigError("algorithm.reference = ema needs trainer.ema_decay, e.g. 0.99")
+
+    def _check_sync(self) -> None:
+        if self.sync.lora == "merged_in_engine" and not isinstance(self.model.finetune, s.LoraFinetune):
+            raise ConfigError(
+                "sync.lora = merged_in_engine needs model.finetune.type = lora; full fine-tuning has no pairs to merge"
+            )
 
     def _check_rewards(self) -> None:
         if self.rollout.group_size == 1:

@@ -64,6 +64,13 @@ from verst.config.steps import SlidingSteps as SlidingSteps
 from verst.config.steps import StepsConfig as StepsConfig
 from verst.config.steps import TransitionConfig as TransitionConfig
 from verst.config.steps import WindowSteps as WindowSteps
+from verst.config.sync import AutoSync as AutoSync
+from verst.config.sync import ChosenSync as ChosenSync
+from verst.config.sync import CollectiveSync as CollectiveSync
+from verst.config.sync import CudaIpcSync as CudaIpcSync
+from verst.config.sync import DiskSync as DiskSync
+from verst.config.sync import ShmSync as ShmSync
+from verst.config.sync import SyncConfig as SyncConfig
 from verst.config.watch import AlarmConfig as AlarmConfig
 from verst.config.watch import ClipFractionAlarm as ClipFractionAlarm
 from verst.config.watch import DiversityCollapseAlarm as DiversityCollapseAlarm
@@ -231,13 +238,6 @@ class NativeEngine(Section):
 
 
 EngineConfig = NativeEngine
-
-
-class SyncConfig(Section):
-    type: Literal["shm"] = "shm"
-    """Shared memory on one host."""
-    bucket_bytes: PositiveInt = 256 * 2**20
-    """Largest flat bucket."""
 
 
 class CheckpointConfig(Section):

@@ -1,4 +1,4 @@
-"""The HTTP endpoints: names and bodies of SGLang-Diffusion's, and ours for shared memory and prompt checks."""
+"""The HTTP endpoints: names and bodies of SGLang-Diffusion's, and ours for certified weights and prompt checks."""
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ class ManifestBody(_Body):
 
     version: int
     finetune: dict[str, Any]
+    transport: str
+    endpoint: dict[str, Any]
     buckets: list[dict[str, Any]]
     digest: str
 
@@ -132,7 +134,7 @@ class Endpoints:
         if body.load_format != "safetensors":
             raise RequestError(
                 f"load_format = {body.load_format!r} is a pickle, which runs whatever code the sender wrote: send base64 "
-                'of a safetensors file with load_format = "safetensors", or a manifest to /update_weights_from_shm'
+                'of a safetensors file with load_format = "safetensors", or a manifest to /update_weights_from_manifest'
             )
         modules = body.target_modules or ["transformer"]
         if len(modules) != 1:
@@ -148,11 +150,11 @@ class Endpoints:
         )
         return self._updated(f"{number} tensors of {modules[0]} replaced")
 
-    async def update_from_shm(self, request: Request) -> Response:
+    async def update_from_manifest(self, request: Request) -> Response:
         body = ManifestBody.model_validate_json(await request.body())
         manifest = cast(Manifest, body.model_dump())
         certificate = await self._batcher.control(lambda worker: worker.update_from_manifest(manifest))
-        return self._updated("weights taken from shared memory", certificate=dict(certificate))
+        return self._updated(f"weights taken by {body.transport}", certificate=dict(certificate))
 
     async def check_tensors(self, request: Request) -> Response:
         body = TensorCheck.model_validate_json(await request.body())
@@ -192,6 +194,7 @@ class Endpoints:
             cache = worker.prompt_cache
             info |= {
                 "weight_version": worker.weight_version,
+                "invalid_weights": worker.receiver.invalid,
                 "samples": worker.num_samples,
                 "prompt_cache": {"hits": cache.num_hits, "misses": cache.num_misses, "bytes": cache.num_bytes},
             }
@@ -226,7 +229,7 @@ def create_app(batcher: Batcher, *, info: dict[str, Any], lifespan: StatelessLif
         "/update_weights_from_disk": e.update_from_disk,
         "/update_weights_from_tensor": e.update_from_tensor,
         "/update_weights_from_tensor_checker": e.check_tensors,
-        "/update_weights_from_shm": e.update_from_shm,
+        "/update_weights_from_manifest": e.update_from_manifest,
         "/get_weights_checksum": e.checksums,
         "/release_memory_occupation": e.release_memory,
         "/resume_memory_occupation": e.resume_memory,

@@ -52,16 +52,16 @@ class EngineClient:
         return (await self._post("/rollout/generate", body)).content
 
     async def update_weights(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the engine take weights from shared memory; its certificate, compared with the manifest.
+        """Make the engine take the announced weights; its certificate, compared with the manifest.
 
         Raises SyncError when it did not take exactly these, EngineError when it failed.
         """
         try:
-            answer = (await self._post("/update_weights_from_shm", dict(manifest))).json()
+            answer = (await self._post("/update_weights_from_manifest", dict(manifest))).json()
         except RequestError as error:
             raise SyncError(f"engine {self.url} took no weights: {error}") from error
         certificate: dict[str, Any] = answer["certificate"]
-        verify(cast(Manifest, manifest), cast(Certificate, certificate), engine=self.url)
+        check_certificate(manifest, certificate, engine=self.url)
         return certificate
 
     async def check_prompts(self, prompts: Sequence[str], *, max_sequence_length: int | None = None) -> list[str]:
@@ -120,6 +120,11 @@ class EngineClient:
         if response.status_code >= 400:
             raise RequestError(_message(response))
         return response
+
+
+def check_certificate(manifest: Mapping[str, Any], certificate: Mapping[str, Any], *, engine: str) -> None:
+    """Raises SyncError unless the engine holds exactly what the manifest says."""
+    verify(cast(Manifest, manifest), cast(Certificate, certificate), engine=engine)
 
 
 def check_echo(

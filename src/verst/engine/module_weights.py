@@ -38,7 +38,7 @@ def plan_copies(
     (which would go on changing what the new weights compute).
     """
     if lora_spec_of(module) is not None:
-        raise SyncError(f"{where} holds a LoRA: send it through /update_weights_from_shm, or restart the engine")
+        raise SyncError(f"{where} holds a LoRA: send it through /update_weights_from_manifest, or restart the engine")
     own = module.state_dict()
     unknown = sorted(set(tensors) - set(own))
     if unknown or not tensors:

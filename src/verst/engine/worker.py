@@ -18,7 +18,7 @@ from verst.engine.prefix import distinct_rows
 from verst.engine.prompts import PromptCache
 from verst.engine.records import Decoded, sample_records
 from verst.engine.resolve import Resolved
-from verst.errors import EngineError, InvariantError, RequestError
+from verst.errors import EngineError, InvariantError, RequestError, SyncError
 from verst.families import ALL_PARTS, recognise
 from verst.families.base import HasSound
 from verst.flow.controller import join_transitions
@@ -30,7 +30,7 @@ from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.types import Conditioning, Latents, join_rows
 from verst.weights.lora import LoraSpec, attach_lora
 from verst.weights.manifest import Certificate, Manifest
-from verst.weights.receive import apply_manifest
+from verst.weights.receive import WeightReceiver
 
 Schedulers = Mapping[str, FlowMatchEulerDiscreteScheduler]
 
@@ -67,6 +67,7 @@ class Worker:
         self.device = torch.device(device)
         self.components = self.family.load(folder, parts=ALL_PARTS, dtype=dtype, device=self.device)
         self.prompt_cache = PromptCache(max_bytes=prompt_cache_bytes)
+        self.receiver = WeightReceiver(self.components.transformer, device=self.device)
         self.weight_version = -1
         """-1 until weights are handed over for the first time."""
         self.asleep = False
@@ -83,6 +84,8 @@ class Worker:
         """
         if self.asleep:
             raise Unavailable("the engine has released its memory; resume it first")
+        if self.receiver.invalid is not None:
+            raise EngineError(f"the engine's weights are not whole: {self.receiver.invalid}; send them again")
         start = self._clock()
         conditioning = self._encode(jobs)
         encoded = self._clock()
@@ -254,8 +257,11 @@ class Worker:
         return number
 
     def update_from_manifest(self, manifest: Manifest) -> Certificate:
-        """Take the transformer's weights out of the sender's shared memory. Raises SyncError; then nothing changed."""
-        certificate = apply_manifest(manifest, self.components.transformer)
+        """Take the transformer's weights from the sender.
+
+        Raises SyncError: nothing changed then, or it broke off in the middle, and `generate` refuses until it is made good.
+        """
+        certificate = self.receiver.apply(manifest)
         self.weight_version = certificate["version"]
         return certificate
 
@@ -274,6 +280,10 @@ class Worker:
     def _update(
         self, updates: Sequence[tuple[str, Mapping[str, Tensor]]], *, complete: bool, version: int | None
     ) -> int:
+        if self.receiver.holds_merged_lora:
+            raise SyncError(
+                "the engine adds a LoRA to weights that it keeps: send it a manifest, or restart the engine"
+            )
         copies = [
             copy
             for name, tensors in updates
@@ -301,6 +311,7 @@ class Worker:
     def sleep(self) -> None:
         """Move all modules to the CPU and forget prompt embeddings. Twice is no fault."""
         self._move(torch.device("cpu"))
+        self.receiver.to(torch.device("cpu"))
         self.prompt_cache.clear()
         self.asleep = True
         if self.device.type == "cuda":
@@ -308,6 +319,7 @@ class Worker:
 
     def wake(self) -> None:
         self._move(self.device)
+        self.receiver.to(self.device)
         self.asleep = False
 
     @property

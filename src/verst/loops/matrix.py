@@ -39,7 +39,6 @@ from verst.trainer.parallel import open_store
 from verst.trainer.rl import RlTrainer
 from verst.types import Conditioning, Group, Latents, Microgroup
 from verst.weights.manifest import verify
-from verst.weights.receive import apply_manifest
 
 ALGORITHMS = ("flow_grpo", "nft", "sft")
 FINETUNES = ("lora", "full")
@@ -193,7 +192,7 @@ def sync_in_process(trainer: RlTrainer, worker: Worker, *, version: int) -> None
     """The trainer's weights into the worker's transformer, verified. Raises SyncError."""
     manifest = trainer.publish(version)
     assert manifest is not None
-    verify(manifest, apply_manifest(manifest, worker.components.transformer), engine="in this process")
+    verify(manifest, worker.update_from_manifest(manifest), engine="in this process")
     trainer.unpublish()
 
 

@@ -80,6 +80,7 @@ class Run:
         """done: the iteration of the newest checkpoint; None for a new run."""
         recipe = self._recipe
         self._folder.write_processes(await self._cluster.pids())
+        self._report.status(self._cluster.sync_choice)
         await ask_engine(recipe, self._cluster.engines, self._source.prompts, self._heldout)
         is_new = done is None
         done = await self._resume(done)
@@ -156,11 +157,7 @@ class Run:
     async def _sync(self, version: int, *, ema: bool = False) -> tuple[dict[str, float], float]:
         """The trainer's weights into every engine, with certificates."""
         started = time.perf_counter()
-        manifest = await self._cluster.trainer.publish(version, ema=ema)
-        try:
-            await self._cluster.engines.sync(manifest)
-        finally:
-            await self._cluster.trainer.unpublish()
+        manifest = await self._cluster.sync(version, ema=ema)
         metrics = {
             "sync/tensors": float(sum(len(bucket["tensors"]) for bucket in manifest["buckets"])),
             "sync/bytes": float(sum(bucket["nbytes"] for bucket in manifest["buckets"])),

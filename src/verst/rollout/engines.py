@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
-from verst.engine.client import EngineClient, check_echo
+from verst.engine.client import EngineClient, check_certificate, check_echo
 from verst.engine.wire import GenerateRequest
 from verst.errors import EchoError
 from verst.rollout.pipeline import first_failure
@@ -39,14 +39,21 @@ class EnginePool:
         if made != {self.weight_version}:
             raise EchoError(f"samples of weight version {sorted(made)} came back, expected {self.weight_version}")
 
-    async def sync(self, manifest: Mapping[str, Any]) -> None:
-        """Hand the weights to every engine; each client compares the certificate. Raises SyncError."""
+    async def sync(self, manifest: Mapping[str, Any], *, digest: Awaitable[str] | None = None) -> None:
+        """Hand the weights to every engine; each certificate is compared. Raises SyncError.
+
+        digest: of what the trainer sends meanwhile, where the manifest does not know it before.
+        """
         try:
             async with asyncio.TaskGroup() as group:
-                for client in self._clients:
-                    group.create_task(client.update_weights(manifest))
+                if digest is not None:
+                    sent = group.create_task(_result(digest))
+                taken = [group.create_task(client.update_weights(manifest)) for client in self._clients]
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from failures
+        if digest is not None:
+            for client, task in zip(self._clients, taken, strict=True):
+                check_certificate({**manifest, "digest": sent.result()}, task.result(), engine=client.url)
         self.weight_version = manifest["version"]
 
     async def check_prompts(self, prompts: Sequence[str], *, max_sequence_length: int) -> list[str]:
@@ -60,3 +67,7 @@ class EnginePool:
     async def close(self) -> None:
         for client in self._clients:
             await client.close()
+
+
+async def _result(value: Awaitable[str]) -> str:
+    return await value

@@ -26,9 +26,10 @@ from verst.trainer import checkpoint
 from verst.trainer.core import Ema, StepMetrics, TileLoss, Trainer
 from verst.trainer.parallel import join_mesh, leave_mesh, shard
 from verst.trainer.policies import ReferencePolicy, TrainerPolicies, frozen_copy
+from verst.trainer.publishing import FORMS, SENDERS, Rank
 from verst.weights.lora import LoraSpec, adaptable, attach_lora
 from verst.weights.manifest import Manifest
-from verst.weights.send import Publication, trained_tensors
+from verst.weights.send import Outgoing, trained_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -69,7 +70,8 @@ class RlTrainer:
         except BaseException:
             leave_mesh()
             raise
-        self._publication: Publication | None = None
+        context = Rank(rank=rank, ranks=world_size, store=store, device=device)
+        self._sender = SENDERS[type(recipe.sync)](recipe.sync, context)
 
     def _build(self, recipe: RlRecipe, mesh: DeviceMesh) -> None:
         # What is trained is kept in fp32; a base that only carries a LoRA stays in the dtype that it computes in.
@@ -173,8 +175,8 @@ class RlTrainer:
             self.old.update(self.core.named)
             self._rollouts += 1
 
-    def publish(self, version: int, *, ema: bool = False) -> Manifest | None:
-        """The weights to sample with in shared memory, until `unpublish`; the manifest on rank 0.
+    def publish(self, version: int, *, ema: bool = False, receivers: int = 1) -> Manifest | None:
+        """The weights to sample with, ready for engines to take until `unpublish`; the manifest on rank 0.
 
         They are the live ones, the old policy's where the algorithm has one that samples, or the moving average.
         """
@@ -182,18 +184,20 @@ class RlTrainer:
         assert average is not None or not ema
         source = self.core.named if average is None else average.shadow
         named = {name.removeprefix("transformer."): value for name, value in source.items()}
-        tensors = trained_tensors(named, dtype=self._dtype)
-        if self._mesh.get_rank() != 0:
-            return None
-        self._publication = Publication(
-            tensors, version=version, lora=self._lora, bucket_bytes=self._recipe.sync.bucket_bytes
+        form = FORMS[self._recipe.sync.lora]
+        # What is added up in fp32 travels in fp32.
+        dtype = torch.float32 if form == "merged" else self._dtype
+        outgoing = Outgoing(
+            version=version, tensors=named, dtypes=dict.fromkeys(named, dtype), lora=self._lora, form=form
         )
-        return self._publication.manifest
+        return self._sender.publish(outgoing, receivers=receivers)
+
+    def send(self) -> str | None:
+        """Beside the engines' work where the manifest has no digest: the digest of what was sent, on rank 0."""
+        return self._sender.send()
 
     def unpublish(self) -> None:
-        if self._publication is not None:
-            self._publication.close()
-            self._publication = None
+        self._sender.release()
 
     def save(self, root: Path, iteration: int) -> None:
         """Write this rank's part of the checkpoint of `iteration`; the driver publishes it."""
@@ -218,7 +222,7 @@ class RlTrainer:
         return {name: value.clone() for name, value in trained_tensors(self.core.named, dtype=torch.float32).items()}
 
     def close(self) -> None:
-        self.unpublish()
+        self._sender.close()
         leave_mesh()
 
     def _gather(self, row: Tensor) -> Tensor:

@@ -35,13 +35,7 @@ def attach_lora(module: nn.Module, spec: LoraSpec) -> int:
 
     Raises ConfigError when a target matches no layer: an adapter that binds to nothing would train in silence.
     """
-    names = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-    idle = [target for target in spec.targets if not any(n == target or n.endswith("." + target) for n in names)]
-    if idle:
-        raise ConfigError(
-            f"LoRA targets {', '.join(idle)} match no linear layer of {type(module).__name__}; "
-            f"layers there are called like {', '.join(sorted({n.split('.', 2)[-1] for n in names})[:8])}"
-        )
+    target_layers(module, spec)
     config = LoraConfig(
         r=spec.rank, lora_alpha=cast(int, spec.alpha), target_modules=list(spec.targets), lora_dropout=0.0, bias="none"
     )
@@ -50,6 +44,23 @@ def attach_lora(module: nn.Module, spec: LoraSpec) -> int:
         # PEFT shortens a long list of targets in its own config, which then no longer says what was asked for.
         model.verst_lora = spec
     return sum(isinstance(layer, LoraLayer) for layer in module.modules())
+
+
+def target_layers(module: nn.Module, spec: LoraSpec) -> dict[str, nn.Linear]:
+    """name -> layer of those that the LoRA adapts. Raises ConfigError for a target that matches none."""
+    linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+
+    def matched(target: str) -> set[str]:
+        return {name for name in linear if name == target or name.endswith("." + target)}
+
+    idle = [target for target in spec.targets if not matched(target)]
+    if idle:
+        raise ConfigError(
+            f"LoRA targets {', '.join(idle)} match no linear layer of {type(module).__name__}; "
+            f"layers there are called like {', '.join(sorted({n.split('.', 2)[-1] for n in linear})[:8])}"
+        )
+    wanted = set().union(*(matched(target) for target in spec.targets))
+    return {name: layer for name, layer in linear.items() if name in wanted}
 
 
 def detach_lora(module: nn.Module) -> None:

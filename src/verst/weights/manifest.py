@@ -5,7 +5,6 @@ A manifest is plain JSON: it travels in the request that tells an engine to fetc
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from verst.errors import SyncError
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -29,6 +28,7 @@ class TensorEntry(TypedDict):
 
 class Bucket(TypedDict):
     handle: str
+    """Where the transport keeps it: a shared block, a file, an offset; empty where it only passes by."""
     nbytes: int
     tensors: list[TensorEntry]
 
@@ -37,10 +37,14 @@ class Manifest(TypedDict):
     version: int
     """Weight version that the engine holds afterwards."""
     finetune: dict[str, Any]
-    """{"type": "full"} or {"type": "lora", "rank", "alpha", "targets"}."""
+    """{"type": "full"} or {"type": "lora", "form": "pairs" or "merged", "rank", "alpha", "targets"}."""
+    transport: str
+    """Key of `verst.weights.transports.RECEIVERS`."""
+    endpoint: dict[str, Any]
+    """What that transport needs besides the buckets; plain JSON."""
     buckets: list[Bucket]
     digest: str
-    """`digest_of` all tensors as sent."""
+    """`digest_of` all tensors as sent; empty where it travels with them."""
 
 
 class Certificate(TypedDict):
@@ -50,30 +54,26 @@ class Certificate(TypedDict):
     """`digest_of` the receiver's own parameters after they were written."""
 
 
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names (sorted), dtypes, shapes and bytes."""
-    sha = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        sha.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return sha.hexdigest()
-
-
-def pack(tensors: Mapping[str, Tensor], *, bucket_bytes: int) -> list[list[TensorEntry]]:
+def pack(
+    shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, torch.dtype], *, bucket_bytes: int
+) -> list[list[TensorEntry]]:
     """Tensors laid out in flat buckets of at most `bucket_bytes` (a larger tensor gets a bucket of its own)."""
     buckets: list[list[TensorEntry]] = []
     used = bucket_bytes
-    for name, tensor in tensors.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        start = -(-used // _ALIGNMENT) * _ALIGNMENT
+    for name, shape in shapes.items():
+        nbytes = math.prod(shape) * dtypes[name].itemsize
+        start = aligned(used)
         if not buckets or start + nbytes > bucket_bytes:
             buckets.append([])
             start = 0
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        buckets[-1].append(TensorEntry(name=name, dtype=dtype, shape=list(tensor.shape), offset=start))
+        dtype = str(dtypes[name]).removeprefix("torch.")
+        buckets[-1].append(TensorEntry(name=name, dtype=dtype, shape=list(shape), offset=start))
         used = start + nbytes
     return buckets
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def bucket_size(entries: Sequence[TensorEntry]) -> int:
@@ -92,13 +92,14 @@ def _nbytes(entry: TensorEntry) -> int:
 
 
 def verify(manifest: Manifest, certificate: Certificate, *, engine: str) -> None:
-    """Raises SyncError unless the engine holds exactly what was sent."""
+    """Raises SyncError unless the engine holds exactly what was sent (as far as the manifest knows its digest)."""
     sent = sum(len(bucket["tensors"]) for bucket in manifest["buckets"])
     pairs: list[tuple[Literal["version", "num_applied", "digest"], Any]] = [
         ("num_applied", sent),
-        ("digest", manifest["digest"]),
         ("version", manifest["version"]),
     ]
+    if manifest["digest"]:
+        pairs.append(("digest", manifest["digest"]))
     for key, expected in pairs:
         if certificate[key] != expected:
             raise SyncError(

@@ -2,70 +2,151 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verst.errors import ConfigError, SyncError
-from verst.weights.block import open_block
+from verst.weights.digest import digest_of, kind_of
 from verst.weights.lora import LoraSpec, attach_lora, detach_lora, is_lora_parameter, lora_spec_of
-from verst.weights.manifest import Certificate, Manifest, digest_of, view_in
+from verst.weights.manifest import Certificate, Manifest, TensorEntry
+from verst.weights.merge import MergedLora
+from verst.weights.send import copy_all
+from verst.weights.transports import RECEIVERS, Incoming, Receiver
 
 
-def apply_manifest(manifest: Manifest, module: nn.Module) -> Certificate:
-    """Write the announced tensors into `module`'s parameters.
+class WeightReceiver:
+    """Writes announced tensors into `module`'s parameters, from one publication to the next."""
 
-    LoRA layers are attached at the first LoRA manifest. Everything is checked before the first byte is written.
-    Raises SyncError for names that do not match, missing ones, other shapes or dtypes; the module is then as it was.
-    """
-    is_new_lora = manifest["finetune"]["type"] == "lora" and lora_spec_of(module) is None
-    try:
-        return _apply(manifest, module)
-    except SyncError:
-        if is_new_lora:
-            detach_lora(module)
-        raise
+    def __init__(self, module: nn.Module, *, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._transports: dict[str, Receiver] = {}
+        self._merged: MergedLora | None = None
+        self._known: tuple[Any, dict[str, Tensor]] | None = None
+        self.invalid: str | None = None
+        """Why the weights are of no version at all: an update broke off in the middle. None = they are whole."""
+
+    @property
+    def holds_merged_lora(self) -> bool:
+        return self._merged is not None
+
+    def apply(self, manifest: Manifest) -> Certificate:
+        """Take the weights of one publication.
+
+        LoRA layers are attached, or base weights put aside, at the first LoRA manifest. Names, shapes, dtypes and the
+        transport are checked before the first byte is written; raises SyncError, and the module is then as it was.
+        What goes wrong after that (the sender dies, a checksum differs) raises SyncError too and leaves `invalid` set
+        until an update arrives whole.
+        """
+        was_fresh = lora_spec_of(self._module) is None and self._merged is None
+        transport = self._transport(manifest)
+        writing = False
+        try:
+            targets = self._check(manifest, transport)
+            with transport.open(manifest) as incoming:
+                writing = True
+                return self._write(manifest, targets, incoming)
+        except SyncError:
+            if was_fresh and not writing:
+                self._forget_lora()
+            raise
+
+    def to(self, device: torch.device) -> None:
+        """Move what is kept beside the module."""
+        if self._merged is not None:
+            self._merged.to(device)
+            self._known = None
+
+    def close(self) -> None:
+        for transport in self._transports.values():
+            transport.close()
+
+    def _write(self, manifest: Manifest, targets: dict[str, Tensor], incoming: Incoming) -> Certificate:
+        version = manifest["version"]
+        self.invalid = f"the update to version {version} broke off in the middle"
+        for tensors in incoming.buckets():
+            copy_all([targets[name] for name in tensors], list(tensors.values()))
+        sent = incoming.digest()
+        held = digest_of(targets, kind_of(sent))
+        if held != sent:
+            self.invalid = f"version {version} arrived damaged"
+            raise SyncError(
+                f"digest of what the engine holds is {held}, expected {sent}: version {version} was damaged on its way"
+            )
+        if self._merged is not None:
+            self._merged.merge()
+        self.invalid = None
+        return Certificate(version=version, num_applied=len(targets), digest=held)
+
+    def _check(self, manifest: Manifest, transport: Receiver) -> dict[str, Tensor]:
+        """name -> where it goes."""
+        layout = [bucket["tensors"] for bucket in manifest["buckets"]]
+        key = (manifest["finetune"], layout)
+        # A module has a thousand parameters, and the same ones every time.
+        if self._known is not None and self._known[0] == key:
+            return self._known[1]
+        try:
+            targets = self._targets(manifest["finetune"])
+            _check_entries([entry for entries in layout for entry in entries], targets)
+        except SyncError as error:
+            transport.refuse(manifest, str(error))
+            raise
+        self._known = (key, targets)
+        return targets
+
+    def _targets(self, finetune: Mapping[str, Any]) -> dict[str, Tensor]:
+        attached = lora_spec_of(self._module)
+        held = self._merged.spec if self._merged else attached
+        if finetune["type"] == "full":
+            if held is not None:
+                raise SyncError("full weights were sent to an engine that holds a LoRA; restart the engine")
+            return dict(self._module.named_parameters())
+        sent = LoraSpec.from_dict(dict(finetune))
+        sent = LoraSpec(rank=sent.rank, alpha=sent.alpha, targets=tuple(sorted(sent.targets)))
+        merged = finetune["form"] == "merged"
+        if held is not None and (held != sent or merged != self.holds_merged_lora):
+            form = "merged" if self.holds_merged_lora else "pairs"
+            raise SyncError(
+                f"a LoRA of {sent} in the form {finetune['form']!r} was sent to an engine that holds {held} in the form "
+                f"{form!r}; restart the engine"
+            )
+        try:
+            if merged:
+                self._merged = self._merged or MergedLora(self._module, sent)
+                return dict(self._merged.pairs())
+            if held is None:
+                attach_lora(self._module, sent)
+                self._module.requires_grad_(False)
+        except ConfigError as error:
+            raise SyncError(str(error)) from error
+        return {name: p for name, p in self._module.named_parameters() if is_lora_parameter(name)}
+
+    def _forget_lora(self) -> None:
+        self._known = self._merged = None
+        if lora_spec_of(self._module) is not None:
+            detach_lora(self._module)
+
+    def _transport(self, manifest: Manifest) -> Receiver:
+        name = manifest["transport"]
+        if name not in RECEIVERS:
+            raise SyncError(f"transport {name!r} is unknown here; known: {', '.join(RECEIVERS)}")
+        if name not in self._transports:
+            self._transports[name] = RECEIVERS[name](self._device)
+        return self._transports[name]
 
 
-def _apply(manifest: Manifest, module: nn.Module) -> Certificate:
-    targets = _target_parameters(manifest, module)
-    entries = {entry["name"]: entry for bucket in manifest["buckets"] for entry in bucket["tensors"]}
-    _check_names(set(entries), set(targets))
-    for name, entry in entries.items():
-        own = targets[name]
+def _check_entries(entries: Sequence[TensorEntry], targets: Mapping[str, Tensor]) -> None:
+    _check_names({entry["name"] for entry in entries}, set(targets))
+    for entry in entries:
+        own = targets[entry["name"]]
         sent = (entry["dtype"], tuple(entry["shape"]))
         held = (str(own.dtype).removeprefix("torch."), tuple(own.shape))
         if sent != held:
-            raise SyncError(f"{name} was sent as {sent[0]}{list(sent[1])}, the engine holds {held[0]}{list(held[1])}")
-    with ExitStack() as stack, torch.no_grad():
-        blocks = [stack.enter_context(open_block(b["handle"], b["nbytes"])) for b in manifest["buckets"]]
-        for block, bucket in zip(blocks, manifest["buckets"], strict=True):
-            for entry in bucket["tensors"]:
-                targets[entry["name"]].copy_(view_in(block, entry))
-        del block
-        blocks.clear()
-    digest = digest_of({name: targets[name] for name in entries})
-    return Certificate(version=manifest["version"], num_applied=len(entries), digest=digest)
-
-
-def _target_parameters(manifest: Manifest, module: nn.Module) -> dict[str, Tensor]:
-    held = lora_spec_of(module)
-    if manifest["finetune"]["type"] == "full":
-        if held is not None:
-            raise SyncError("full weights were sent to an engine that holds a LoRA; restart the engine")
-        return dict(module.named_parameters())
-    sent = LoraSpec.from_dict(manifest["finetune"])
-    sent = LoraSpec(rank=sent.rank, alpha=sent.alpha, targets=tuple(sorted(sent.targets)))
-    if held is None:
-        try:
-            attach_lora(module, sent)
-        except ConfigError as error:
-            raise SyncError(str(error)) from error
-        module.requires_grad_(False)
-    elif held != sent:
-        raise SyncError(f"a LoRA of {sent} was sent to an engine that holds {held}; restart the engine")
-    return {name: p for name, p in module.named_parameters() if is_lora_parameter(name)}
+            raise SyncError(
+                f"{entry['name']} was sent as {sent[0]}{list(sent[1])}, the engine holds {held[0]}{list(held[1])}"
+            )
 
 
 def _check_names(sent: set[str], held: set[str]) -> None:

@@ -1,17 +1,83 @@
-"""The sending end: the trained tensors, copied once into shared memory."""
+"""What goes out: the trained tensors, unsharded bucket by bucket, and rounded to what the engine holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from verst.errors import SyncError
-from verst.weights.block import SharedBlock
 from verst.weights.lora import LoraSpec
-from verst.weights.manifest import Bucket, Manifest, bucket_size, digest_of, pack, view_in
+from verst.weights.manifest import TensorEntry, pack, view_in
+
+LoraForm = Literal["pairs", "merged"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outgoing:
+    """One version of the weights on one trainer rank."""
+
+    version: int
+    tensors: Mapping[str, Tensor]
+    """Whole, or this rank's shards (DTensor), in any dtype and on any device."""
+    dtypes: Mapping[str, torch.dtype]
+    """What each is rounded to on its way."""
+    lora: LoraSpec | None
+    form: LoraForm = "pairs"
+    """merged: the engine adds the pairs to its base weights."""
+
+    @property
+    def finetune(self) -> dict[str, Any]:
+        """As the manifest says it."""
+        return {"type": "full"} if self.lora is None else {"type": "lora", "form": self.form, **self.lora.to_dict()}
+
+    def layout(self, bucket_bytes: int) -> list[list[TensorEntry]]:
+        return pack({name: t.shape for name, t in self.tensors.items()}, self.dtypes, bucket_bytes=bucket_bytes)
+
+    def fill(self, block: Tensor | None, entries: Sequence[TensorEntry]) -> list[Tensor]:
+        """The entries' tensors into their places in `block`, a bucket's bytes; the places. A collective.
+
+        None: this rank only helps to gather.
+        """
+        sources = gather([self.tensors[e["name"]] for e in entries], [self.dtypes[e["name"]] for e in entries])
+        if block is None:
+            return []
+        views = [view_in(block, entry) for entry in entries]
+        copy_all(views, sources)
+        return views
+
+    def check_finite(self, tensors: Sequence[Tensor], entries: Sequence[TensorEntry]) -> None:
+        """Of whole tensors, rounded. Raises SyncError that names those that are not."""
+        self._refuse([e["name"] for e, good in zip(entries, _are_finite(tensors), strict=True) if not good])
+
+    def check_shards(self) -> None:
+        """Of this rank's own shards, before anything is sent; what rounding would make infinite counts as well."""
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in self.tensors.values()]
+        limits = [torch.finfo(self.dtypes[name]).max for name in self.tensors]
+        good = _are_finite([t.detach() for t in local], limits)
+        self._refuse([name for name, fine in zip(self.tensors, good, strict=True) if not fine])
+
+    def _refuse(self, broken: Sequence[str]) -> None:
+        if broken:
+            raise SyncError(f"weights of version {self.version} are not finite: {', '.join(broken[:5])}")
+
+
+def _are_finite(tensors: Sequence[Tensor], limits: Sequence[float] | None = None) -> list[bool]:
+    # The largest magnitude of each, in few launches and one wait: NaN and infinity survive it, and half precision
+    # cannot overflow in it.
+    filled = [index for index, tensor in enumerate(tensors) if tensor.numel()]
+    good = [True] * len(tensors)
+    if filled:
+        largest = torch.stack([norm.float() for norm in torch._foreach_norm([tensors[i] for i in filled], math.inf)])
+        for index, value in zip(filled, largest.tolist(), strict=True):
+            good[index] = math.isfinite(value) and (limits is None or value <= limits[index])
+    return good
 
 
 def trained_tensors(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -19,41 +85,62 @@ def trained_tensors(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> dict[
 
     A collective: every rank calls it.
     """
-    tensors = {}
-    for name, p in named.items():
-        value = p.detach()
-        full = value.full_tensor() if isinstance(value, DTensor) else value
-        tensors[name] = full.to(device="cpu", dtype=dtype)
-    return tensors
+    return {name: _whole(p.detach()).to(device="cpu", dtype=dtype) for name, p in named.items()}
 
 
-class Publication:
-    """One version of the weights in shared memory, until `close`."""
+@torch.no_grad()
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """In as few launches as the devices and dtypes allow."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], *, version: int, lora: LoraSpec | None, bucket_bytes: int
-    ) -> None:
-        """Raises SyncError, naming it, for a tensor that is not finite."""
-        broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
-        if broken:
-            raise SyncError(f"weights of version {version} are not finite: {', '.join(broken[:5])}")
-        self._blocks: list[SharedBlock] = []
-        buckets = []
-        for entries in pack(tensors, bucket_bytes=bucket_bytes):
-            block = SharedBlock(bucket_size(entries))
-            self._blocks.append(block)
-            assert block.bytes is not None
-            for entry in entries:
-                view_in(block.bytes, entry).copy_(tensors[entry["name"]])
-            buckets.append(Bucket(handle=block.handle, nbytes=block.nbytes, tensors=entries))
-        finetune = {"type": "full"} if lora is None else {"type": "lora", **lora.to_dict()}
-        self.manifest = Manifest(version=version, finetune=finetune, buckets=buckets, digest=digest_of(tensors))
 
-    @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in self._blocks)
+def gather(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """The tensors whole, on their device; those that had to be gathered are rounded first.
 
-    def close(self) -> None:
-        for block in self._blocks:
-            block.close()
-        self._blocks = []
+    FSDP's shards (dim 0 over one mesh) travel flat, one collective for all of a dtype; other placements one by one.
+    """
+    out: list[Tensor | None] = [None] * len(tensors)
+    flat: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        value: Any = tensor.detach()
+        if not isinstance(value, DTensor) or value.device_mesh.size() == 1:
+            out[index] = value.to_local() if isinstance(value, DTensor) else value
+        elif value.device_mesh.ndim == 1 and value.placements == (Shard(0),):
+            flat.setdefault(dtypes[index], []).append(index)
+        else:
+            rounded: Any = value.to(dtypes[index])
+            out[index] = rounded.full_tensor()
+    for dtype, indices in flat.items():
+        shards: list[Any] = [tensors[index].detach() for index in indices]
+        for index, whole in zip(indices, _gather_flat(shards, dtype), strict=True):
+            out[index] = whole
+    return [tensor for tensor in out if tensor is not None]
+
+
+def _gather_flat(shards: Sequence[DTensor], dtype: torch.dtype) -> list[Tensor]:
+    mesh = shards[0].device_mesh
+    ranks = mesh.size()
+    # FSDP's split: ceil(n / ranks) rows each until none are left.
+    rows = [[_rows_of(shard.shape[0], rank, ranks) for shard in shards] for rank in range(ranks)]
+    widths = [math.prod(shard.shape[1:]) for shard in shards]
+    lengths = [sum(n * width for n, width in zip(of_rank, widths, strict=True)) for of_rank in rows]
+    mine = torch.zeros(max(lengths), dtype=dtype, device=shards[0].to_local().device)
+    local = [shard.to_local().reshape(-1) for shard in shards]
+    copy_all(mine[: lengths[mesh.get_local_rank()]].split([len(t) for t in local]), local)
+    everyone = mine.new_empty(ranks * len(mine))
+    dist.all_gather_into_tensor(everyone, mine, group=mesh.get_group())
+    parts = [
+        row[:length].split([n * width for n, width in zip(of_rank, widths, strict=True)])
+        for row, length, of_rank in zip(everyone.view(ranks, -1), lengths, rows, strict=True)
+    ]
+    return [torch.cat(pieces).view(shard.shape) for shard, pieces in zip(shards, zip(*parts, strict=True), strict=True)]
+
+
+def _rows_of(total: int, rank: int, ranks: int) -> int:
+    chunk = -(-total // ranks)
+    return max(0, min(chunk, total - rank * chunk))
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,0 +1,158 @@
+"""One staging buffer on the GPU that trainer and engines share: opened once by its handle, filled at every publication.
+
+The handle travels in the manifest. Buckets are ranges of the buffer, so neither side makes an allocation, and the
+whole hand-off is two passes over the device's memory, one by the trainer and one by the engine.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verst.errors import SyncError
+from verst.weights.digest import DigestKind, digest_of
+from verst.weights.manifest import Bucket, Manifest, aligned, bucket_size, view_in
+from verst.weights.send import Outgoing, copy_all, gather
+from verst.weights.transports.base import Incoming
+
+_FIELDS = ("device", "handle", "nbytes", "offset", "counter", "counter_offset", "event", "event_sync")
+"""What torch's UntypedStorage._share_cuda_ returns, in order."""
+
+
+class CudaIpcSender:
+    """Rank 0 owns the buffer; the other ranks, on GPUs of their own, only help to gather."""
+
+    def __init__(
+        self, device: torch.device, *, rank: int, bucket_bytes: int, digest: DigestKind = "multilinear"
+    ) -> None:
+        self._device, self._rank, self._bucket_bytes, self._digest = device, rank, bucket_bytes, digest
+        self._staging: Tensor | None = None
+        self._endpoint: dict[str, Any] = {}
+        self._buckets: list[Bucket] = []
+        self._views: list[list[Tensor]] = []
+
+    def publish(self, outgoing: Outgoing, *, receivers: int = 1) -> Manifest | None:
+        del receivers
+        layout = outgoing.layout(self._bucket_bytes)
+        if self._rank == 0 and [bucket["tensors"] for bucket in self._buckets] != layout:
+            self._stage(layout)
+        for index, entries in enumerate(layout):
+            names = [entry["name"] for entry in entries]
+            sources = gather([outgoing.tensors[n] for n in names], [outgoing.dtypes[n] for n in names])
+            if self._rank == 0:
+                copy_all(self._views[index], sources)
+                outgoing.check_finite(self._views[index], entries)
+        if self._rank:
+            return None
+        views = {
+            entry["name"]: view
+            for entries, places in zip(layout, self._views, strict=True)
+            for entry, view in zip(entries, places, strict=True)
+        }
+        digest = digest_of(views, self._digest)
+        # The engine reads on a stream of its own.
+        torch.cuda.current_stream(self._device).synchronize()
+        return Manifest(
+            version=outgoing.version,
+            finetune=outgoing.finetune,
+            transport="cuda_ipc",
+            endpoint=self._endpoint,
+            buckets=self._buckets,
+            digest=digest,
+        )
+
+    def _stage(self, layout: list[list[Any]]) -> None:
+        sizes = [aligned(bucket_size(entries)) for entries in layout]
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        if self._staging is None or len(self._staging) < sum(sizes):
+            self._staging = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+            shared = dict(zip(_FIELDS, self._staging.untyped_storage()._share_cuda_(), strict=True))
+            self._endpoint = {
+                key: base64.b64encode(value).decode() if isinstance(value, bytes) else value
+                for key, value in shared.items()
+            }
+        self._buckets = [
+            Bucket(handle=str(start), nbytes=size, tensors=entries)
+            for start, size, entries in zip(starts, sizes, layout, strict=True)
+        ]
+        self._views = [
+            [view_in(self._staging[start : start + size], entry) for entry in entries]
+            for start, size, entries in zip(starts, sizes, layout, strict=True)
+        ]
+
+    def send(self) -> str | None:
+        return None
+
+    def release(self) -> None:
+        """The buffer stays for the next publication."""
+
+    def close(self) -> None:
+        self._views, self._buckets, self._staging = [], [], None
+
+
+class _Staged:
+    def __init__(self, manifest: Manifest, views: list[dict[str, Tensor]]) -> None:
+        self._manifest, self._views = manifest, views
+
+    def buckets(self) -> Iterator[Mapping[str, Tensor]]:
+        yield from self._views
+
+    def digest(self) -> str:
+        return self._manifest["digest"]
+
+
+class CudaIpcReceiver:
+    """Keeps the sender's buffer mapped, and its own views of it, until another one is announced."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._endpoint: dict[str, Any] = {}
+        self._staging: Tensor | None = None
+        self._buckets: list[Bucket] = []
+        self._views: list[dict[str, Tensor]] = []
+
+    @contextmanager
+    def open(self, manifest: Manifest) -> Iterator[Incoming]:
+        if manifest["endpoint"] != self._endpoint:
+            self._map(manifest["endpoint"])
+        if manifest["buckets"] != self._buckets:
+            assert self._staging is not None
+            self._buckets = manifest["buckets"]
+            self._views = [
+                {e["name"]: view_in(self._staging[int(b["handle"]) :][: b["nbytes"]], e) for e in b["tensors"]}
+                for b in self._buckets
+            ]
+        yield _Staged(manifest, self._views)
+        # The sender may fill the buffer again as soon as we have answered.
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def _map(self, endpoint: dict[str, Any]) -> None:
+        self.close()
+        if self._device.type != "cuda":
+            raise SyncError(
+                f"sync.type = cuda_ipc, but this engine computes on {self._device}: use shm. Nothing was changed."
+            )
+        values = [endpoint[field] for field in _FIELDS]
+        _, *rest = (base64.b64decode(value) if isinstance(value, str) else value for value in values)
+        torch.cuda.init()
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        try:
+            storage = torch.UntypedStorage._new_shared_cuda(index, *rest)
+        except RuntimeError as error:
+            raise SyncError(
+                f"the trainer's GPU memory cannot be opened ({error}): the trainer has ended, or engine and trainer do "
+                "not share a GPU; use sync.type = collective there. Nothing was changed."
+            ) from error
+        self._staging = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
+        self._endpoint = endpoint
+
+    def refuse(self, manifest: Manifest, reason: str) -> None:
+        pass
+
+    def close(self) -> None:
+        self._views, self._buckets, self._staging, self._endpoint = [], [], None, {}
