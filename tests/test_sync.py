@@ -192,7 +192,10 @@ def test_an_engine_that_never_comes_is_named_in_time(module: nn.Module) -> None:
 
 def test_a_sender_that_dies_in_the_middle_leaves_the_engine_refusing(module: nn.Module, tmp_path: Path) -> None:
     receiver = receiver_of(module)
-    with far.dying_sender(tmp_path, tiny_model()) as manifest, pytest.raises(SyncError, match="broke off in the middle"):
+    with (
+        far.dying_sender(tmp_path, tiny_model()) as manifest,
+        pytest.raises(SyncError, match="broke off in the middle"),
+    ):
         receiver.apply(manifest)
     assert receiver.invalid == "the update to version 1 broke off in the middle"
     sender = ShmSender(rank=0, bucket_bytes=2**20)
@@ -277,7 +280,10 @@ def test_merge_is_rounded_once_and_does_not_drift(module: nn.Module, dtype: torc
     for name, exact in merged_by_hand(base, pairs).items():
         # Half a unit in the last place by the one rounding, and fp32's own error of the sum.
         torch.testing.assert_close(
-            held[name].double(), exact, rtol=torch.finfo(dtype).eps * 0.51 if dtype != torch.float32 else 1e-6, atol=1e-6
+            held[name].double(),
+            exact,
+            rtol=torch.finfo(dtype).eps * 0.51 if dtype != torch.float32 else 1e-6,
+            atol=1e-6,
         )
     assert all(torch.equal(held[name], value) for name, value in untouched.items())
     receiver_of(fresh).apply(manifest)
@@ -309,7 +315,9 @@ def test_other_form_than_held_is_refused(module: nn.Module) -> None:
     pairs = lora_pairs(module, seed=1)
     receiver.apply(published(sender, pairs, lora=SPEC, form="merged"))
     before = state_of(module)
-    with pytest.raises(SyncError, match=r"in the form 'pairs' was sent to an engine that holds .* in the form 'merged'"):
+    with pytest.raises(
+        SyncError, match=r"in the form 'pairs' was sent to an engine that holds .* in the form 'merged'"
+    ):
         receiver.apply(published(sender, pairs, lora=SPEC))
     with pytest.raises(SyncError, match="full weights were sent to an engine that holds a LoRA"):
         receiver.apply(published(sender, tensors_of(module, seed=2)))

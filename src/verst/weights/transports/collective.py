@@ -60,7 +60,7 @@ class _Group:
 
 
 class CollectiveSender:
-    """`host` and `port` are where `store`, a TCPStore, can be reached from the engines."""
+    """`host` and `port` are where `store`, a TCPStore, can be reached from the engines. One sender a store and rank."""
 
     def __init__(
         self,
