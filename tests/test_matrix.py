@@ -22,12 +22,20 @@ def _folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="verst-matrix-"))
 
 
+EVERYWHERE = ("flow_grpo", "nft", "sft")
+"""The others share pairs, tiles and forwards with these: they go through two experts, two streams, and one plain family."""
+ELSEWHERE = ("wan2.2-a14b", "ltx2", "sd3")
+CELLS = [
+    *((name, algorithm) for name in sorted(TINY) for algorithm in EVERYWHERE),
+    *((name, algorithm) for name in ELSEWHERE for algorithm in ALGORITHMS if algorithm not in EVERYWHERE),
+]
+
+
 @pytest.mark.parametrize("finetune", FINETUNES)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("name", sorted(TINY))
+@pytest.mark.parametrize(("name", "algorithm"), CELLS)
 def test_one_step_of_everything(name: str, algorithm: str, finetune: str) -> None:
     cell = run_cell(name, algorithm, finetune, folder=_folder())
-    assert cell.ratio_max_deviation == (0.0 if algorithm == "flow_grpo" else None)
+    assert cell.ratio_max_deviation == (0.0 if algorithm in ("flow_grpo", "grpo_guard") else None)
     assert cell.changed > 0
     assert cell.agreement == 0.0
 
@@ -45,7 +53,7 @@ def test_a_batch_of_one_agrees_to_the_bit() -> None:
     assert policy["ratio_max_deviation"] == policy["log_prob_max_difference"] == 0.0
 
 
-@pytest.mark.parametrize("algorithm", ["flow_grpo", "nft"])
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "sft"])
 def test_streams_are_weighted_in_the_loss(algorithm: str) -> None:
     """The gradient of two streams is the weighted sum of each alone: sound counts half, or not at all."""
     tables = tiny_recipe("ltx2", algorithm, "full", folder=_folder()).model_dump(mode="json", exclude_none=True)
@@ -59,8 +67,9 @@ def test_streams_are_weighted_in_the_loss(algorithm: str) -> None:
             gradients.append({n: p.grad.full_tensor().clone() for n, p in named.items() if p.grad is not None})
     picture, sound, both = gradients
     assert max(float(g.abs().max()) for g in sound.values()) > 0
+    size = max(1.0, *(float(g.abs().max()) for g in both.values()))
     for name, gradient in both.items():
-        torch.testing.assert_close(gradient, picture[name] + 0.5 * sound[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(gradient, picture[name] + 0.5 * sound[name], rtol=1e-4, atol=1e-6 * size)
 
 
 def test_a_weight_of_a_stream_that_is_not_there_is_refused() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from verst.algorithms.pairs import PairBlock, Tile, level_seed, noised_block, pair_block
 from verst.config.algorithms import AlgorithmBase
 from verst.flow.transitions import StepDistribution
-from verst.types import Group, Latents, Microgroup
+from verst.types import Conditioning, Group, Latents, Microgroup, Sample
 
 Role = Literal["live", "old", "reference"]
 """The trained policy; the one that sampled; the one that a KL is taken to."""
@@ -101,6 +101,13 @@ def microgroups_of(group: ScoredGroup) -> list[tuple[Microgroup, tuple[float, ..
         parts.append((microgroup, group.advantages[rows], group.mask[rows]))
         done = rows.stop
     return parts
+
+
+def rows_of(group: ScoredGroup, index: int) -> tuple[Sample, Conditioning]:
+    """One sample of a group, and its row of what the model was told."""
+    rows = [(microgroup, row) for microgroup in group.group.microgroups for row in range(len(microgroup.samples))]
+    microgroup, row = rows[index]
+    return microgroup.samples[row], microgroup.conditioning.rows(slice(row, row + 1))
 
 
 def recorded_blocks(group: ScoredGroup, *, keep_all: bool) -> list[PairBlock]:

@@ -23,7 +23,7 @@ from verst.algorithms.base import (
     recorded_blocks,
 )
 from verst.algorithms.pairs import PairBlock, Tile, joint_log_prob
-from verst.config.algorithms import FlowGrpoConfig
+from verst.config.algorithms import ClippedRatio, FlowGrpoConfig
 from verst.config.sections import SamplingConfig
 from verst.flow import transitions
 from verst.flow.transitions import StepDistribution
@@ -91,7 +91,7 @@ class FlowGrpo:
         return PairLosses(loss=loss, means=means, maxima=maxima)
 
 
-def transition_kl(config: FlowGrpoConfig, tile: Tile, policies: Policies) -> Tensor:
+def transition_kl(config: ClippedRatio, tile: Tile, policies: Policies) -> Tensor:
     """[B] KL to the reference with the transition's own std, over streams; gradients in the policy only."""
     steps: Mapping[str, StepDistribution] = policies.distribution(tile)
     reference = policies.distribution(tile, "reference")

@@ -37,8 +37,13 @@ def noised(
     return (1 - rows) * x0 + rows * eps
 
 
+def matching_error(v: Float[Tensor, "B ..."], target: Float[Tensor, "B ..."]) -> Float[Tensor, " B"]:
+    """Mean over a sample's elements of (v - target)^2, per sample."""
+    return ((v - target) ** 2).flatten(1).mean(dim=1)
+
+
 def velocity_loss(
     v: Float[Tensor, "B ..."], x0: Float[Tensor, "B ..."], eps: Float[Tensor, "B ..."]
 ) -> Float[Tensor, " B"]:
-    """Mean over a sample's elements of (v - (eps - x0))^2, per sample."""
-    return ((v - (eps - x0)) ** 2).flatten(1).mean(dim=1)
+    """The matching error against eps - x0, per sample."""
+    return matching_error(v, eps - x0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+import math
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from verst.config.basis import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, UnitFloat
+from verst.config.basis import NonNegativeFloat, NonNegativeInt, Number, PositiveFloat, PositiveInt, Section, UnitFloat
+from verst.config.plugins import ObjectPath
 
 
 class AdvantageConfig(Section):
@@ -50,14 +52,17 @@ class AlgorithmBase(Section):
 
     label: ClassVar[str]
     """In messages."""
-    needs_stochastic_steps: ClassVar[bool]
-    """It trains on recorded stochastic steps; else on clean samples of a deterministic sampler."""
     own_block_size: ClassVar[int | None] = None
-    """Samples of one block of its pairs; None = a microgroup."""
+    """Samples of one block of its pairs, all of which must be in one tile; None = a microgroup."""
 
     stream_weights: StreamWeights = Field(default_factory=dict)
     """Of families with sound: weight of each latent stream in the loss, e.g. { audio = 0.5 }; unset = 1."""
     advantage: AdvantageConfig = AdvantageConfig()
+
+    @property
+    def needs_stochastic_steps(self) -> bool:
+        """It trains on recorded stochastic steps; else on clean samples of a deterministic sampler."""
+        return True
 
     @property
     def needs_reference(self) -> bool:
@@ -67,6 +72,10 @@ class AlgorithmBase(Section):
     def num_levels(self, num_steps: int) -> int:
         """Noise levels that a clean sample of `num_steps` steps is trained at; 0 where recorded steps are trained."""
         return 0
+
+    def trained_samples(self, group_size: int) -> int:
+        """Samples of a group that are trained on, at most."""
+        return group_size
 
 
 class ReferenceKl(Section):
@@ -85,10 +94,12 @@ class ReferenceKl(Section):
 class CleanSamples(AlgorithmBase):
     """Of the algorithms that noise clean samples again."""
 
-    needs_stochastic_steps: ClassVar[bool] = False
-
     timestep_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.99
     """Share of the rollout's noise levels that each sample is trained at; at least one level."""
+
+    @property
+    def needs_stochastic_steps(self) -> bool:
+        return False
 
     def num_levels(self, num_steps: int) -> int:
         return num_levels(num_steps, self.timestep_fraction)
@@ -96,8 +107,6 @@ class CleanSamples(AlgorithmBase):
 
 class ClippedRatio(ReferenceKl, AlgorithmBase):
     """Of the algorithms that clip the ratio of recorded steps."""
-
-    needs_stochastic_steps: ClassVar[bool] = True
 
     clip_low: PositiveFloat = 1e-4
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
@@ -113,6 +122,16 @@ class FlowGrpoConfig(ClippedRatio):
     label: ClassVar[str] = "Flow-GRPO"
 
     type: Literal["flow_grpo"] = "flow_grpo"
+
+
+class GrpoGuardConfig(ClippedRatio):
+    label: ClassVar[str] = "GRPO-Guard"
+
+    type: Literal["grpo_guard"] = "grpo_guard"
+    clip_low: PositiveFloat = 2e-6
+    """The normalised ratio is clipped to [1 - clip_low, 1 + clip_high]; it moves less than Flow-GRPO's, by about the
+    step's noise."""
+    clip_high: PositiveFloat = 2e-6
 
 
 class OldPolicySchedule(Section):
@@ -136,7 +155,87 @@ class NftConfig(OldPolicySchedule, ReferenceKl, CleanSamples):
     """An advantage of +-this is certainly good or bad."""
 
 
-AlgorithmConfig = Annotated[FlowGrpoConfig | NftConfig, Field(discriminator="type")]
+class AwmConfig(OldPolicySchedule, ReferenceKl, CleanSamples):
+    label: ClassVar[str] = "AWM"
+
+    type: Literal["awm"] = "awm"
+    weighting: Literal["uniform", "sigma", "sigma_squared", "ghuber"] = "uniform"
+    """What the matching error of a noise level counts: 1, sigma, sigma^2, or sigma times the generalised Huber form
+    (e^p - 1e-10^p) / p of the published runs, with p = ghuber_power."""
+    ghuber_power: Annotated[float, Field(gt=0.0, le=1.0)] = 0.25
+    """p of ghuber."""
+    clip_low: PositiveFloat = 0.2
+    """The ratio exp(e_old - e) of matching errors is clipped to [1 - clip_low, 1 + clip_high]."""
+    clip_high: PositiveFloat = 0.2
+    kl_old: NonNegativeFloat = 0.0
+    """Weight of the squared velocity difference to the old policy."""
+    old_ramp: NonNegativeFloat = 1.0
+    """Growth of the old policy's decay a rollout after that."""
+    old_decay: UnitFloat = 0.3
+    """Largest decay of the old policy; 0 = it is the live policy at the start of each rollout, and takes no memory."""
+
+
+class DpoConfig(CleanSamples):
+    label: ClassVar[str] = "Diffusion-DPO"
+    own_block_size: ClassVar[int | None] = 2
+
+    type: Literal["dpo"] = "dpo"
+    beta_dpo: PositiveFloat = 2500.0
+    """How sharply the error margin to the reference decides; the published code's beta is twice this number."""
+    reference: ReferenceConfig = AdapterOffReference()
+
+    @property
+    def needs_reference(self) -> bool:
+        return True
+
+    def trained_samples(self, group_size: int) -> int:
+        return 2
+
+
+class OnlineSftConfig(ReferenceKl, CleanSamples):
+    label: ClassVar[str] = "online SFT"
+    own_block_size: ClassVar[int | None] = 1
+
+    type: Literal["online_sft"] = "online_sft"
+    keep_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.25
+    """Share of a group's scored samples that is trained on, the best ones, rounded up."""
+    min_advantage: Number = 0.0
+    """And of those only samples with a larger advantage."""
+
+    def trained_samples(self, group_size: int) -> int:
+        return math.ceil(group_size * self.keep_fraction)
+
+
+class CustomAlgorithm(OldPolicySchedule, CleanSamples):
+    label: ClassVar[str] = "the custom algorithm"
+
+    type: Literal["custom"] = "custom"
+    path: ObjectPath
+    """`module:object`, or the name of an installed entry point of the group verst.algorithms: a function
+    `loss(tile, policies, **options)` with one loss a pair, or a class made with the options that has such a method."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function, or of the class when it is made."""
+    pairs: Literal["recorded", "noised"]
+    """recorded: stochastic steps of the rollout with their log-probs; noised: clean samples noised again."""
+    old_policy: Literal["none", "start", "follows"] = "none"
+    """start: the live policy before the first optimizer step on a rollout; follows: one that samples and follows the live
+    policy by old_flat, old_ramp and old_decay."""
+    reference: ReferenceConfig | None = None
+    """Unset = the loss asks for no reference."""
+
+    @property
+    def needs_stochastic_steps(self) -> bool:
+        return self.pairs == "recorded"
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.reference is not None
+
+
+AlgorithmConfig = Annotated[
+    FlowGrpoConfig | GrpoGuardConfig | NftConfig | AwmConfig | DpoConfig | OnlineSftConfig | CustomAlgorithm,
+    Field(discriminator="type"),
+]
 
 
 class SftConfig(Section):

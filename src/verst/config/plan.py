@@ -37,7 +37,7 @@ def batch_plan(recipe: RlRecipe) -> BatchPlan:
         trained = steps.size if isinstance(steps, s.RangedSteps) else 0
     if not recipe.algorithm.needs_stochastic_steps:
         trained = recipe.algorithm.num_levels(recipe.sampling.num_steps)
-    pairs = samples * trained
+    pairs = rollout.num_groups * recipe.algorithm.trained_samples(rollout.group_size) * trained
     per_step = pairs // trainer.steps_per_rollout
     per_rank = per_step // trainer.ranks
     return BatchPlan(

@@ -59,6 +59,15 @@ class RlRecipe(s.Section):
 
     def _check_tiles(self) -> None:
         tile, micro, ranks = self.trainer.tile_size, self.rollout.microgroup_size, self.trainer.ranks
+        own = self.algorithm.own_block_size
+        if own is not None:
+            # How many blocks there are depends on the rewards, so ranks may differ by one.
+            if tile % own:
+                raise ConfigError(
+                    f"trainer.tile_size = {tile}: {self.algorithm.label} compares samples {own} by {own} in one forward, so "
+                    f"it must be a multiple of {own}"
+                )
+            return
         if tile % micro and micro % tile:
             raise ConfigError(
                 f"trainer.tile_size = {tile} neither divides rollout.microgroup_size = {micro} nor is a multiple of it; "

@@ -40,7 +40,18 @@ from verst.trainer.rl import RlTrainer
 from verst.types import Conditioning, Group, Latents, Microgroup
 from verst.weights.manifest import verify
 
-ALGORITHMS = ("flow_grpo", "nft", "sft")
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "flow_grpo": {},
+    "grpo_guard": {},
+    "nft": {"timestep_fraction": 0.3},
+    "awm": {"timestep_fraction": 0.3},
+    "dpo": {"timestep_fraction": 0.3, "reference": {"type": "frozen"}},
+    "online_sft": {"timestep_fraction": 0.3},
+    "sft": {},
+}
+"""Algorithm -> keys of its section that make a cell small or fit both kinds of weights."""
+RECORDED = ("flow_grpo", "grpo_guard", "sft")
+"""Sampled with stochastic steps; sft trains on media and takes any."""
 FINETUNES = ("lora", "full")
 
 
@@ -52,7 +63,7 @@ class Cell:
     algorithm: str
     finetune: str
     ratio_max_deviation: float | None
-    """Flow-GRPO: largest |ratio - 1| before the update."""
+    """Of the algorithms with a ratio of recorded steps: largest |ratio - 1| before the update."""
     changed: float
     """Largest change of the engine's velocity on a fixed input by update and sync."""
     agreement: float
@@ -78,9 +89,14 @@ def run_matrix(
 
 
 def run_cell(name: str, algorithm: str, finetune: str, *, folder: Path) -> Cell:
-    """One rollout, update and sync. Raises what the run itself would raise."""
-    started = time.perf_counter()
+    """One rollout, update and sync of a tiny checkpoint. Raises what the run itself would raise."""
     recipe = tiny_recipe(name, algorithm, finetune, folder=folder)
+    return run_recipe(recipe, name=name, algorithm=algorithm)
+
+
+def run_recipe(recipe: RlRecipe, *, name: str, algorithm: str) -> Cell:
+    """The same of any small recipe; `sft` takes a step of its own on the samples' media."""
+    started = time.perf_counter()
     worker = Worker(recipe.model.path)
     with one_rank(recipe) as trainer:
         sync_in_process(trainer, worker, version=0)
@@ -98,7 +114,7 @@ def run_cell(name: str, algorithm: str, finetune: str, *, folder: Path) -> Cell:
     return Cell(
         family=name,
         algorithm=algorithm,
-        finetune=finetune,
+        finetune=recipe.model.finetune.type,
         ratio_max_deviation=ratio,
         changed=_largest(before, after),
         agreement=_largest(after, trained),
@@ -117,14 +133,15 @@ def tiny_recipe(name: str, algorithm: str, finetune: str, *, folder: Path) -> Rl
     if tiny.num_images:
         row["image"] = condition_images(folder, tiny.num_images, mode=tiny.image_mode)
     prompts.write_text(json.dumps(row))
-    nft = algorithm == "nft"
+    recorded = algorithm in RECORDED
+    section = {"type": "flow_grpo" if algorithm == "sft" else algorithm, **ALGORITHMS[algorithm]}
     request = dict(tiny.request)
     sampling: dict[str, Any] = {
         **{key: request[key] for key in ("height", "width", "num_frames", "fps") if key in request},
         "num_steps": request["num_inference_steps"],
-        "guidance_scale": 1.0 if nft else request.get("guidance_scale", 1.0),
+        "guidance_scale": request.get("guidance_scale", 1.0) if recorded else 1.0,
         "negative_prompt": tiny.negative_prompt,
-        "steps": {"type": "none"} if nft else {"type": "window", "size": 1, "low": 0, "high": 2},
+        "steps": {"type": "window", "size": 1, "low": 0, "high": 2} if recorded else {"type": "none"},
     }
     recipe = parse_recipe(
         {
@@ -138,7 +155,7 @@ def tiny_recipe(name: str, algorithm: str, finetune: str, *, folder: Path) -> Rl
             "prompts": {"train": str(prompts), "heldout": str(prompts)},
             "rollout": {"num_groups": 1, "group_size": 2, "microgroup_size": 2},
             "rewards": [{"type": "brightness"}],
-            "algorithm": {"type": "nft", "timestep_fraction": 0.3} if nft else {"type": "flow_grpo"},
+            "algorithm": section,
             "trainer": {"tile_size": 2, "lr": 1e-2, "grad_clip": 1.0},
         }
     )

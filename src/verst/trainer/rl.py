@@ -102,6 +102,7 @@ class RlTrainer:
         self.core = Trainer({"transformer": self.transformer}, recipe.trainer, total_steps=total, mesh=mesh)
         reference = None
         if config.needs_reference:
+            assert config.reference is not None
             reference = ReferencePolicy(
                 config.reference, self.transformer, named=self.core.named, ema=self.core.ema, frozen=frozen
             )
