@@ -28,6 +28,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "learning.json"
 PICTURE = ROOT / "docs" / "images" / "learning.png"
+Curves = dict[tuple[str, int], list[tuple[int, float]]]
+"""(case, seed) -> [(iteration, held-out value)]."""
 PACKAGES = ("torch", "diffusers", "transformers", "ray", "onnxruntime")
 
 
@@ -66,9 +68,7 @@ CASES: dict[str, Case] = {
 def main() -> None:
     options = _options()
     if not options.redraw:
-        record = measure(options)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        measure(options)
     record = json.loads(options.out.read_text(encoding="utf-8"))
     draw(record, options.plot)
     missed = [line for name, case in record["cases"].items() for line in misses(name, case)]
@@ -76,8 +76,8 @@ def main() -> None:
     sys.exit(1 if missed else 0)
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All runs; raises CalledProcessError where one fails."""
+def measure(options: argparse.Namespace) -> None:
+    """All runs; the results so far are written after each. Raises CalledProcessError where one fails."""
     slots: queue.Queue[list[int]] = queue.Queue()
     cores = sorted(os.sched_getaffinity(0))
     jobs = options.jobs or max(1, len(cores) // options.cores)
@@ -89,14 +89,25 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for seed in options.seeds
             for name in options.algorithms
         }
-        curves = {key: future.result() for key, future in runs.items()}
+        keys, curves = {future: key for key, future in runs.items()}, {}
+        for future in concurrent.futures.as_completed(keys):
+            curves[keys[future]] = future.result()
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(record_of(curves, options), indent=1) + "\n", encoding="utf-8")
+
+
+def record_of(curves: Curves, options: argparse.Namespace) -> dict[str, Any]:
+    """The results, as far as they are there."""
+    by_case: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for (name, seed), curve in sorted(curves.items()):
+        by_case.setdefault(name, {})[str(seed)] = curve
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": {"processor": _processor(), "cores_of_a_run": options.cores, "system": platform.system()},
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "heldout": "the first 64 strings of data/glyphs/heldout.txt, fixed noise, ODE",
         "overrides": options.set,
-        "cases": {name: summary(name, {str(s): curves[name, s] for s in options.seeds}) for name in options.algorithms},
+        "cases": {name: summary(name, by_case[name]) for name in options.algorithms if name in by_case},
     }
 
 
