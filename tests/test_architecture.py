@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "families": {"config", "flow"},
     "algorithms": {"config", "flow"},
     "engine": {"config", "obs", "flow", "families", "weights"},
+    "data": {"config", "flow", "families"},
     "trainer": {"config", "obs", "flow", "families", "weights", "algorithms"},
     # flow: the seeds of samples and the steps of a group are drawn by the rollout side, without any model.
     "rollout": {"config", "obs", "flow", "algorithms", "rewards", "engine"},

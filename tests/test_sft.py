@@ -19,6 +19,7 @@ from torch import Tensor
 
 from verst.algorithms.sft import draw_sigmas, noised, velocity_loss
 from verst.config import SftRecipe, load_recipe, parse_recipe
+from verst.data.text_lines import TextLines
 from verst.engine.resolve import resolve
 from verst.engine.wire import GenerateRequest, encode_response, to_microgroup
 from verst.engine.worker import Worker
@@ -29,10 +30,12 @@ from verst.families.tiny import build_tiny
 from verst.loops.autoencoder import set_latent_scale, to_pixels, train_autoencoder
 from verst.loops.run_folder import RunFolder
 from verst.loops.sampling import sample
-from verst.loops.sft import make_batch, make_tiles, train_sft
-from verst.loops.text_lines import TextLines
+from verst.loops.sft import train_sft
+from verst.loops.sft_data import DrawnBatches
+from verst.loops.sft_loss import Sft
 from verst.obs.metrics import read_metrics, series
 from verst.rewards.ocr import LineReader
+from verst.trainer.core import Trainer
 from verst.types import SampleKey
 
 ROOT = Path(__file__).parent.parent
@@ -133,7 +136,7 @@ def tables(tiny: Path, runs: Path, **changes: Any) -> dict[str, Any]:
         "model": {"path": str(tiny / "model"), "max_sequence_length": 8},
         "sampling": {"height": 32, "width": 32, "num_steps": 2},
         "prompts": {"train": str(tiny / "train.txt"), "heldout": str(tiny / "heldout.txt")},
-        "data": {"prompts": str(tiny / "train.txt"), "fonts": ["DejaVuSans.ttf"]},
+        "data": {"type": "text_lines", "prompts": str(tiny / "train.txt"), "fonts": ["DejaVuSans.ttf"]},
         "rewards": [{"type": "brightness"}],
         "algorithm": {"type": "sft", "batch_size": 8},
         "trainer": {"tile_size": 4, "lr": 5e-3, "ema_decay": 0.5, "train_text_encoders": True},
@@ -231,7 +234,7 @@ def test_heldout_prompts_must_not_be_trained_on(tiny: Path, tmp_path: Path) -> N
     [
         ({"trainer": {"tile_size": 3}}, r"trainer\.tile_size = 3 does not divide algorithm\.batch_size = 8.*: 2"),
         ({"trainer": {"ranks": 2}}, r"trainer\.ranks = 2: SFT runs in one process"),
-        ({"model": {"dtype": "bfloat16"}}, r"model\.dtype = .bfloat16.*float32"),
+        ({"model": {"dtype": "bfloat16"}}, r"train_text_encoders = true with model\.dtype = .bfloat16.*float32"),
         ({"stop": {"reward_at_most": 0.5}}, r"stop\.reward_at_most = 0\.5 needs a stop\.reward_at_least"),
         ({"eval": {"weights": "ema"}, "trainer": {"ema_decay": None}}, r"eval\.weights = ema needs trainer\.ema_decay"),
     ],
@@ -258,17 +261,19 @@ def test_tiles_add_up_to_the_batch(tiny: Path, tmp_path: Path) -> None:
     assert isinstance(one, SftRecipe)
     assert isinstance(four, SftRecipe)
     components = load(tiny / "model")
-    data = TextLines(["12", "34"], FONTS, height=32, width=32)
-    batch = make_batch(components, data, one, 3)
-    whole = [tile() for tile in make_tiles(components, batch, one)]
-    parts = [tile() for tile in make_tiles(components, batch, four)]
+    components.transformer.requires_grad_(True)
+    trainer = Trainer({"transformer": components.transformer}, one.trainer, total_steps=1)
+    batches = DrawnBatches(components, TextLines(["12", "34"], FONTS, height=32, width=32), one)
+    batch = batches.make(3)
+    whole = [tile() for tile in Sft(one, components, trainer).tiles(batch)]
+    parts = [tile() for tile in Sft(four, components, trainer).tiles(batch)]
     assert (len(whole), len(parts)) == (1, 4)
     assert sum(float(p.loss) for p in parts) == pytest.approx(float(whole[0].loss), rel=1e-5)
     assert sum(float(p.sums["num/sigma_1"]) for p in parts) == float(whole[0].sums["num/sigma_1"])
-    again = make_batch(components, data, one, 3)
+    again = batches.make(3)
     assert torch.equal(batch.eps["visual"], again.eps["visual"])
     assert batch.captions == again.captions
-    assert not torch.equal(batch.sigma, make_batch(components, data, one, 4).sigma)
+    assert not torch.equal(batch.sigmas["visual"], batches.make(4).sigmas["visual"])
 
 
 def test_the_autoencoder_learns_and_sets_its_scale(tiny: Path) -> None:

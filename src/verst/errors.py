@@ -21,6 +21,10 @@ class PromptError(VerstError):
     """A prompt file or a prompt cannot be used as it is (empty, unreadable, longer than the encoder takes)."""
 
 
+class DataError(VerstError):
+    """Training data cannot be used as they are: a file, a table, or all of a source. The message names it."""
+
+
 class RequestError(VerstError):
     """An engine refused a request (HTTP 4xx). The message is the engine's own."""
 

@@ -11,22 +11,33 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-SigmaDraw = Literal["uniform", "logit_normal", "mixed"]
+SigmaDraw = Literal["uniform", "logit_normal", "mixed", "shifted"]
 
 
-def draw_sigmas(kind: SigmaDraw, uniform: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+def draw_sigmas(
+    kind: SigmaDraw, uniform: Float[Tensor, " B"], *, mean: float = 0.0, std: float = 1.0, shift: float = 1.0
+) -> Float[Tensor, " B"]:
     """Noise levels in [0, 1] from uniform numbers in [0, 1).
 
-    uniform: the numbers themselves. logit_normal: sigmoid of the standard normal with those quantiles, which favours
-    the middle (arXiv 2403.03206). mixed: first half of the batch uniform, the rest logit-normal.
+    uniform: the numbers themselves. logit_normal: sigmoid of the normal (mean, std) with those quantiles, which favours
+    the middle (arXiv 2403.03206). mixed: first half of the batch uniform, the rest logit-normal. shifted:
+    s u / (1 + (s - 1) u), the static shift of the same paper.
     """
     if kind == "uniform":
         return uniform
-    logit_normal = torch.sigmoid(torch.special.ndtri(uniform))
+    if kind == "shifted":
+        return shift * uniform / (1 + (shift - 1) * uniform)
+    logit_normal = torch.sigmoid(mean + std * torch.special.ndtri(uniform))
     if kind == "logit_normal":
         return logit_normal
     half = len(uniform) // 2
     return torch.cat([uniform[:half], logit_normal[half:]])
+
+
+def grid_sigmas(grid: Float[Tensor, " T"], uniform: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """One of the noise levels that sampling steps start from, all alike often. uniform: in [0, 1)."""
+    index = (uniform * len(grid)).long().clamp(max=len(grid) - 1)
+    return grid[index]
 
 
 def noised(
@@ -47,3 +58,11 @@ def velocity_loss(
 ) -> Float[Tensor, " B"]:
     """The matching error against eps - x0, per sample."""
     return matching_error(v, eps - x0)
+
+
+def min_snr_weight(sigma: Float[Tensor, " B"], gamma: float) -> Float[Tensor, " B"]:
+    """min((1 - sigma)^2, gamma sigma^2): min-SNR (arXiv 2303.09556) of the clean sample's error, which is sigma times v's.
+
+    SNR = ((1 - sigma) / sigma)^2, and the weight of the velocity error is sigma^2 min(SNR, gamma).
+    """
+    return torch.minimum((1 - sigma) ** 2, gamma * sigma**2)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from verst.config.basis import NonNegativeFloat, NonNegativeInt, Number, PositiveFloat, PositiveInt, Section, UnitFloat
+from verst.config.basis import NonNegativeFloat, NonNegativeInt, Number, PositiveFloat, Section, UnitFloat
 from verst.config.plugins import ObjectPath
 
 
@@ -236,13 +236,3 @@ AlgorithmConfig = Annotated[
     FlowGrpoConfig | GrpoGuardConfig | NftConfig | AwmConfig | DpoConfig | OnlineSftConfig | CustomAlgorithm,
     Field(discriminator="type"),
 ]
-
-
-class SftConfig(Section):
-    type: Literal["sft"] = "sft"
-    batch_size: PositiveInt
-    """Samples of one optimizer step; trainer.tile_size divides it."""
-    sigma: Literal["uniform", "logit_normal", "mixed"] = "mixed"
-    """How noise levels are drawn; mixed = half of a batch each."""
-    caption_dropout: UnitFloat = 0.1
-    """Share of captions replaced by the empty prompt, for guidance later."""

@@ -17,7 +17,7 @@ from verst.errors import ConfigError
 
 _SYNONYMS = {"learning_rate": "lr", "eps": "adam_epsilon", "clip_range": "clip_high", "max_grad_norm": "grad_clip"}
 """What other trainers call our keys: a typo of theirs is answered with ours."""
-_PATH_KEYS = (("model", "path"), ("prompts", "train"), ("prompts", "heldout"), ("data", "prompts"))
+_PATH_KEYS = (("model", "path"), ("prompts", "train"), ("prompts", "heldout"), ("data", "prompts"), ("data", "path"))
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -69,7 +69,10 @@ def missing_files(recipe: Recipe, *, model: bool = True) -> list[str]:
             continue
         table = getattr(recipe, section, None)
         value = getattr(table, key, None)
-        built = section == "model" and isinstance(recipe, SftRecipe) and recipe.init is not None
+        maker = "init" if section == "model" else "make"
+        built = (
+            isinstance(recipe, SftRecipe) and getattr(recipe if section == "model" else table, maker, None) is not None
+        )
         if value is not None and not built and not Path(value).exists():
             lines.append(f"{section}.{key} = {str(value)!r} does not exist")
     return lines

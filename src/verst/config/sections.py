@@ -22,21 +22,18 @@ from verst.config.algorithms import FrozenReference as FrozenReference
 from verst.config.algorithms import GrpoGuardConfig as GrpoGuardConfig
 from verst.config.algorithms import NftConfig as NftConfig
 from verst.config.algorithms import OnlineSftConfig as OnlineSftConfig
-from verst.config.algorithms import SftConfig as SftConfig
 from verst.config.algorithms import StreamWeights as StreamWeights
 from verst.config.basis import DType as DType
 from verst.config.basis import (
     Flag,
     NonNegativeFloat,
     NonNegativeInt,
-    Number,
     PositiveFloat,
     PositiveInt,
     UnitFloat,
 )
 from verst.config.basis import Section as Section
 from verst.config.data import AutoencoderConfig as AutoencoderConfig
-from verst.config.data import TextLinesData as TextLinesData
 from verst.config.filters import FilterConfig as FilterConfig
 from verst.config.filters import NoFilter as NoFilter
 from verst.config.filters import ZeroVarianceFilter as ZeroVarianceFilter
@@ -287,10 +284,3 @@ class ClusterConfig(Section):
 class TrackerConfig(Section):
     tensorboard: Flag = True
     """Write TensorBoard event files into the run folder."""
-
-
-class SftStopConfig(Section):
-    reward_at_least: Number | None = None
-    """Save and stop when the held-out reward first reaches this; unset = run all iterations."""
-    reward_at_most: Number | None = None
-    """Fail when that first reading is above this: evaluate more often."""

@@ -145,6 +145,17 @@ class HasSound(Protocol):
 
 
 @runtime_checkable
+class EncodesSound(Protocol):
+    """A family whose autoencoder of sound has an encoder, so that it can be trained on recordings."""
+
+    def sound_format(self, components: Components) -> tuple[int, int]:
+        """(samples a second, channels) that `encode_audio` takes. Raises ModelError for a checkpoint without encoder."""
+
+    def encode_audio(self, components: Components, audio: Tensor, geometry: Geometry) -> Latents:
+        """fp32 [B, channels, n] in [-1, 1], as long as the geometry's clip -> normalised clean `audio` latents, fp32."""
+
+
+@runtime_checkable
 class TakesImages(Protocol):
     """A family whose `num_images` is not 0."""
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from verst.errors import ModelError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.latent_stats import denormalised, normalised
 from verst.families.loading import config_of, index_of, load_components
@@ -260,6 +261,20 @@ class Cosmos3:
             return None
         sound = components.modules["sound_tokenizer"]
         return sound.decode(latents["audio"].to(sound.dtype)).float(), sound.config.sampling_rate
+
+    def sound_format(self, components: Components) -> tuple[int, int]:
+        sound, config = components.modules["sound_tokenizer"], config_of(components, "sound_tokenizer")
+        if sound.encoder is None:
+            raise ModelError(
+                f"{components.folder / 'sound_tokenizer'} holds a decoder alone, so {self.name} cannot learn sound from it"
+            )
+        return config["sampling_rate"], 2 if config["stereo"] else 1
+
+    @torch.no_grad()
+    def encode_audio(self, components: Components, audio: Tensor, geometry: Geometry) -> Latents:
+        sound, length = components.modules["sound_tokenizer"], self.latent_shapes(components, geometry)["audio"][1]
+        x0 = sound.encode(audio.to(components.device, sound.dtype)).latent_dist.mode().float()
+        return {"audio": torch.nn.functional.pad(x0, (0, max(0, length - x0.shape[2])), mode="replicate")[..., :length]}
 
     def pack(self, latents: Latents, geometry: Geometry) -> Latents:
         """The pipeline steps one sample with a batch dimension of its own: visual [B, 1, C, T, H, W]."""

@@ -15,6 +15,7 @@ from verst.errors import ModelError, RequestError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.dynamic_shift import euler_schedule, falling_sigmas, linear_mu
 from verst.families.loading import config_of, load_components
+from verst.families.mel import log_mel
 from verst.families.sizes import check_pixels
 from verst.families.video import check_frames, module_dtype, to_clip, to_pixels
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
@@ -242,6 +243,22 @@ class Ltx2:
         x0 = _unpack_audio(x0, latents["audio"].shape[-1]).to(vae.dtype)
         wave: Tensor = vocoder(vae.decode(x0, return_dict=False)[0])
         return wave.float(), int(vocoder.config.output_sampling_rate)
+
+    def sound_format(self, components: Components) -> tuple[int, int]:
+        config = config_of(components, "audio_vae")
+        return config["sample_rate"], config["in_channels"]
+
+    @torch.no_grad()
+    def encode_audio(self, components: Components, audio: Tensor, geometry: Geometry) -> Latents:
+        vae, length = components.modules["audio_vae"], self.latent_shapes(components, geometry)["audio"][1]
+        config = vae.config
+        mel = log_mel(audio, sample_rate=config.sample_rate, hop=config.mel_hop_length, bins=config.mel_bins)
+        # The encoder is causal: its first latent frame is of one mel frame, every other of four.
+        wanted = _AUDIO_COMPRESSION * (length - 1) + 1
+        mel = torch.nn.functional.pad(mel, (0, 0, 0, max(0, wanted - mel.shape[2])), mode="replicate")[:, :, :wanted]
+        x0 = vae.encode(mel.to(vae.device, vae.dtype)).latent_dist.mode().float()
+        packed = (_pack_audio(x0) - vae.latents_mean.to(x0)) / vae.latents_std.to(x0)
+        return {"audio": _unpack_audio(packed, x0.shape[-1])}
 
     def pack(self, latents: Latents, geometry: Geometry) -> Latents:
         return _pack(latents)

@@ -198,6 +198,23 @@ class MiniMaxH3:
         audio: Tensor = vae.decode(x * std + mean, return_dict=False)[0].float()
         return audio.reshape(len(rows), _AUDIO_CHANNELS, -1), vae.config.sampling_rate
 
+    def sound_format(self, components: Components) -> tuple[int, int]:
+        return config_of(components, "audio_vae")["sampling_rate"], _AUDIO_CHANNELS
+
+    @torch.no_grad()
+    def encode_audio(self, components: Components, audio: Tensor, geometry: Geometry) -> Latents:
+        """Each channel is a sample of the autoencoder's batch, as in `decode_audio`; the mean, as the model was made."""
+        vae = components.modules["audio_vae"]
+        rows = audio.flatten(0, 1).unsqueeze(1).to(components.device)
+        x0 = vae.encode(rows, return_dict=False)[0].mode().float()
+        mean, std = (
+            torch.tensor(values, device=x0.device).view(1, -1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        length = self.latent_shapes(components, geometry)["audio"][0] // _AUDIO_CHANNELS
+        x0 = torch.nn.functional.pad(x0, (0, max(0, length - x0.shape[2])), mode="replicate")[:, :, :length]
+        return {"audio": ((x0 - mean) / std).transpose(1, 2).reshape(len(audio), -1, x0.shape[1])}
+
     def pack(self, latents: Latents, geometry: Geometry) -> Latents:
         """The pipeline steps rows without a batch dimension: visual [B Nv, 4 C], audio [B 2 N, C]."""
         return {"visual": _pack(latents["visual"]).flatten(0, 1), "audio": latents["audio"].flatten(0, 1)}

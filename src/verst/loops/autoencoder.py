@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from verst.config.sections import AutoencoderConfig, TrainerConfig
+from verst.data.text_lines import TextLines
 from verst.families import Components
 from verst.flow.noise import derive_seed
-from verst.loops.text_lines import TextLines
 from verst.trainer.core import StepMetrics, TileLoss, Trainer
 
 _NUM_SCALE_PICTURES = 1024

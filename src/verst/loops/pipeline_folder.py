@@ -13,7 +13,10 @@ import torch
 from torch import nn
 
 from verst.families import Components
+from verst.families.loading import index_file, index_of
 from verst.weights.lora import lora_spec_of
+
+_ROUNDED = ("transformer", "transformer_2", "vae")
 
 
 def save_pipeline(components: Components, folder: Path, *, dtype: torch.dtype) -> Path:
@@ -22,14 +25,18 @@ def save_pipeline(components: Components, folder: Path, *, dtype: torch.dtype) -
     Transformer and autoencoder are rounded to `dtype`, LoRA is merged. Text encoders stay as they are: transformers
     loads weights in the dtype they were saved in, diffusers in fp32, and plain `from_pretrained` would mix the two.
     """
-    index = json.loads((components.folder / "model_index.json").read_text())
-    modules: dict[str, Any] = dict(components.modules)
-    for name in ("transformer", "vae"):
-        modules[name] = _frozen_copy(modules[name], dtype)
     partial = folder.with_name(f".partial_{folder.name}")
     if partial.exists():
         shutil.rmtree(partial)
-    getattr(diffusers, index["_class_name"])(**modules).save_pretrained(partial)
+    rounded = {name: _frozen_copy(components.modules[name], dtype) for name in _ROUNDED if components.modules.get(name)}
+    if index_file(components.folder).name == "model_index.json":
+        class_name = index_of(components)["_class_name"]
+        getattr(diffusers, class_name)(**{**components.modules, **rounded}).save_pretrained(partial)
+    else:
+        # A modular pipeline is not built from its parts alone: what was not trained is copied.
+        shutil.copytree(components.folder, partial, ignore=shutil.ignore_patterns(*rounded))
+        for name, module in rounded.items():
+            module.save_pretrained(partial / name)
     for path in partial.glob("*/config.json"):
         _forget_origin(path)
     if folder.exists():
@@ -47,6 +54,9 @@ def _forget_origin(path: Path) -> None:
 
 def _frozen_copy(module: nn.Module, dtype: torch.dtype) -> Any:
     clone: Any = copy.deepcopy(module)
+    if lora_spec_of(module) is not None:
+        # A half-precision base would round the merged update away.
+        clone = clone.float()
     if lora_spec_of(clone) is not None:
         clone.fuse_lora()
         clone.unload_lora()

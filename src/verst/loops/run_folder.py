@@ -35,6 +35,8 @@ _FREE = (
     "watch.gold",
     "watch.stop.",
     "watch.max_rollbacks",
+    "data.cache.",
+    "data.prefetch",
 )
 """Keys that may change when a run goes on: they do not change what an iteration computes (ranks: to 1e-6)."""
 

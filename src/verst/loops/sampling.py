@@ -18,6 +18,7 @@ from verst.families import Components
 from verst.families.base import to_uint8
 from verst.flow.denoise import denoise
 from verst.flow.noise import SampleNoise, derive_seed
+from verst.loops.forward import DTYPES, velocity
 from verst.rewards.base import RewardBatch
 from verst.rewards.local import LocalRewards
 from verst.rollout.prompts import Prompt
@@ -60,6 +61,7 @@ class HeldOut:
                     seeds=seeds,
                     sampling=recipe.sampling,
                     max_sequence_length=recipe.model.max_sequence_length,
+                    dtype=DTYPES[recipe.model.dtype],
                 )
             )
         media = torch.cat(batches)
@@ -93,23 +95,26 @@ def sample(
     seeds: Sequence[int],
     sampling: SizedSamplingConfig,
     max_sequence_length: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """One ODE sample a prompt in one batch: uint8 [B, F, H, W, 3] on the CPU.
 
-    seeds: B; a sample's starting noise is drawn on the CPU from its own, so that it is the same on any device.
+    seeds: B; the starting noise of each sample is drawn on the CPU from its own, so that it is the same on any device.
+    dtype: what the transformer computes in.
     """
     family, device = components.family, components.device
-    geometry = Geometry(height=sampling.height, width=sampling.width)
+    geometry = Geometry(height=sampling.height, width=sampling.width, num_frames=sampling.num_frames, fps=sampling.fps)
     conditioning = _condition(components, prompts, geometry, sampling, max_sequence_length)
     shapes = family.latent_shapes(components, geometry)
     noise = SampleNoise(seeds)
     latents = {stream: noise.initial(shape).to(device) for stream, shape in shapes.items()}
 
-    def velocity(x: Latents, sigmas: dict[str, Tensor]) -> Latents:
-        return family.velocity(components.transformer, x, sigmas, conditioning, guidance_scale=sampling.guidance_scale)
+    def step(x: Latents, sigmas: dict[str, Tensor]) -> Latents:
+        scale = sampling.guidance_scale
+        return velocity(components, components.transformer, x, sigmas, conditioning, guidance_scale=scale, dtype=dtype)
 
     schedulers = family.schedule(components, geometry, num_steps=sampling.num_steps, shift=sampling.sigma_shift)
-    return to_uint8(family.decode_pixels(components, denoise(velocity, latents, schedulers))).cpu()
+    return to_uint8(family.decode_pixels(components, denoise(step, latents, schedulers))).cpu()
 
 
 def _condition(

@@ -1,0 +1,1 @@
+"""Files as training data: sources, decoding, buckets, caches on disk, batches by position."""
