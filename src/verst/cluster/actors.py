@@ -141,6 +141,12 @@ class TrainerActor(Process):
     def save(self, root: Path, iteration: int) -> None:
         self.trainer.save(root, iteration)
 
+    def saved(self) -> bool:
+        return self.trainer.saved()
+
+    def finish_save(self) -> None:
+        self.trainer.finish_save()
+
     def load(self, folder: Path) -> None:
         self.trainer.load(folder)
 

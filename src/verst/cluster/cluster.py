@@ -243,6 +243,13 @@ class TrainerGroup:
     async def save(self, root: Path, iteration: int) -> None:
         await self._all("save", root, iteration)
 
+    async def saved(self) -> bool:
+        """Whether all ranks have written what they staged. Raises CheckpointError."""
+        return all(await self._all("saved"))
+
+    async def finish_save(self) -> None:
+        await self._all("finish_save")
+
     async def load(self, folder: Path) -> None:
         await self._all("load", folder)
 

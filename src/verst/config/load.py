@@ -64,6 +64,9 @@ def _recipe_class(data: dict[str, Any]) -> type[Recipe]:
 def missing_files(recipe: Recipe, *, model: bool = True) -> list[str]:
     """One line for each file or folder the recipe names that is not there. model: ask for model.path too."""
     lines = []
+    adapter = getattr(recipe.model.finetune, "init", None)
+    if adapter is not None and not adapter.exists():
+        lines.append(f"model.finetune.init = {str(adapter)!r} does not exist")
     for section, key in _PATH_KEYS:
         if section == "model" and not model:
             continue

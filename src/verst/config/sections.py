@@ -117,6 +117,8 @@ class LoraFinetune(Section):
     """The update is (alpha / rank) B A."""
     targets: tuple[str, ...] | None = None
     """Module name suffixes to adapt; unset = the family's default."""
+    init: Path | None = None
+    """A LoRA to start from instead of a random one: a safetensors file of PEFT or diffusers, or a folder with one (of `verst export`, or `adapter` in a checkpoint). Rank, alpha and targets must be the file's."""
 
 
 class ModelConfig(Section):
@@ -250,6 +252,9 @@ class CheckpointConfig(Section):
 
 
 class RlCheckpointConfig(CheckpointConfig):
+    async_save: Flag = False
+    """Copy the tensors to host memory and write them while the run goes on; a checkpoint appears when all ranks have
+    written, and a run that is killed before continues from the one before it."""
     keep_best: Flag = False
     """Save after every evaluation that is the best so far, the one before training included, and keep that one besides
     the newest."""

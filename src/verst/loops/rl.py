@@ -18,6 +18,7 @@ import torch
 from verst.cluster.cluster import Cluster
 from verst.config.recipe import RlRecipe, gold_names, reward_name
 from verst.loops.batch import Batch, make_batch, reward_weights
+from verst.loops.checkpoints import Checkpoints
 from verst.loops.prompt_checks import ask_engine, check_prompts
 from verst.loops.report import HELDOUT, Report
 from verst.loops.run_folder import RunFolder, dump
@@ -70,6 +71,7 @@ class Run:
         self._cluster = cluster
         self._source = source
         self._heldout = heldout
+        self._checkpoints = Checkpoints(folder.checkpoints, cluster.trainer, recipe.checkpoint)
         self._watch = Watch(recipe, score_gold=cluster.score_gold)
         engines = cluster.engines
         stages: dict[str, Any] = {"generate": engines.generate, "parse": cluster.parse, "check": engines.check}
@@ -89,6 +91,7 @@ class Run:
         for iteration in range(done + 1, (until or recipe.run.iterations) + 1):
             if ended or stop.requested:
                 break
+            await self._checkpoints.poll()
             started = time.perf_counter()
             try:
                 tasks = plan_rollout(recipe, self._source, iteration - 1)
@@ -129,6 +132,7 @@ class Run:
 
     async def _roll_back(self, iteration: int, *, version: int) -> None:
         """Weights, optimizer and averages of an earlier iteration, into engines too; the run's numbers go on."""
+        await self._checkpoints.finish()
         folder = checkpoint.step_folder(self._folder.checkpoints, iteration)
         self._report.status(f"rolling back to {folder}")
         checkpoint.read_state(folder)
@@ -185,17 +189,17 @@ class Run:
 
     async def _save(self, iteration: int) -> None:
         self._report.status(f"saving checkpoint of iteration {iteration}")
-        root = self._folder.checkpoints
-        await self._cluster.trainer.save(root, iteration)
         state = {"iteration": iteration, "weight_version": iteration, "recipe": dump(self._recipe)}
-        checkpoint.publish(root, iteration, state, keep=self._recipe.checkpoint.keep, best=self._watch.best)
+        await self._checkpoints.save(iteration, state, best=self._watch.best)
 
     async def _end(self, done: int, ended: str | None) -> None:
         """ended: why the watch ended the run."""
+        await self._checkpoints.finish()
         if done < self._recipe.run.iterations and ended is None:
             latest = self._folder.latest()
             if done and (latest is None or latest != checkpoint.step_folder(self._folder.checkpoints, done)):
                 await self._save(done)
+                await self._checkpoints.finish()
             self._report.status(f"stopped after iteration {done}; the same command goes on from there")
             return
         self._report.finish(done, early=done < self._recipe.run.iterations, why=ended)

@@ -14,6 +14,7 @@ from verst.errors import ConfigError
 from verst.families import ALL_PARTS, Components, recognise
 from verst.families.tiny import build_glyphs
 from verst.loops.forward import DTYPES, keep_islands_in_fp32
+from verst.weights.adapter_files import load_adapters
 from verst.weights.lora import LoraSpec, attach_lora
 
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
@@ -51,7 +52,10 @@ def trained_modules(components: Components, recipe: SftRecipe) -> Mapping[str, n
     transformer, finetune = components.transformer, recipe.model.finetune
     if isinstance(finetune, LoraFinetune):
         targets = finetune.targets or components.family.lora_targets
-        attach_lora(transformer, LoraSpec(rank=finetune.rank, alpha=finetune.alpha, targets=targets))
+        spec = LoraSpec(rank=finetune.rank, alpha=finetune.alpha, targets=targets)
+        attach_lora(transformer, spec)
+        if finetune.init is not None:
+            load_adapters(transformer, spec, finetune.init)
         for parameter in transformer.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()

@@ -13,19 +13,25 @@ import os
 import shutil
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import Future as Future_
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from verst.errors import CheckpointError
+from verst.weights.adapter_files import write_adapters
+from verst.weights.lora import LoraSpec
 
 _MANIFEST, _STATE, _TENSORS = "manifest.json", "run_state.json", "tensors"
 _BEST = "best.json"
@@ -54,14 +60,71 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool) -
 
     alone: this is the only rank and there is no process group.
     """
-    broken = [name for name, value in tensors.items() if not _local(value).isfinite().all()]
-    if broken:
-        raise CheckpointError(f"not saved: non-finite values in {', '.join(broken[:5])} ({len(broken)} tensors)")
+    _refuse_non_finite(tensors, alone=alone)
     with _explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp_save(dict(tensors), storage_writer=_Writer(folder / _TENSORS), no_dist=alone)
+
+
+def _refuse_non_finite(tensors: Mapping[str, Tensor], *, alone: bool) -> None:
+    broken = {name for name, value in tensors.items() if not _local(value).isfinite().all()}
+    if not alone and dist.get_world_size() > 1:
+        # On all ranks or on none: the others would wait in the writer for a rank that has given up.
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, broken)
+        broken = set().union(*everywhere)
+    if broken:
+        names = sorted(broken)
+        raise CheckpointError(f"not saved: non-finite values in {', '.join(names[:5])} ({len(names)} tensors)")
+
+
+def write_adapter_files(folder: Path, module: nn.Module, tensors: Mapping[str, Tensor], spec: LoraSpec) -> None:
+    """The LoRA once more, in PEFT's layout, beside the shards. One rank calls it."""
+    with _explained(folder):
+        write_adapters(folder, module, tensors, spec)
+
+
+class BackgroundSaver:
+    """One rank's asynchronous writer: copies the tensors to the host, then writes from a thread.
+
+    The ranks' writers agree over a group of their own, beside the training's collectives. All ranks make it together.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+        self._running: tuple[Path, Future_[Any]] | None = None
+
+    def begin(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Returns when the tensors may change. Raises CheckpointError for values that are not finite."""
+        assert self._running is None, "one save at a time"
+        _refuse_non_finite(tensors, alone=False)
+        with _explained(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            running: Any = async_save(
+                dict(tensors), storage_writer=_Writer(folder / _TENSORS), process_group=self._group
+            )
+        self._running = (folder, running)
+
+    def done(self) -> bool:
+        """Whether it is written. Raises CheckpointError when it cannot be."""
+        if self._running is not None and self._running[1].done():
+            self.finish()
+        return self._running is None
+
+    def finish(self) -> None:
+        """Wait until it is written. Raises CheckpointError when it cannot be."""
+        if self._running is not None:
+            (folder, running), self._running = self._running, None
+            with _explained(folder):
+                running.result()
+
+    def close(self) -> None:
+        """Without a word on what was not waited for: whoever wanted it has asked."""
+        if self._running is not None:
+            wait([self._running[1]])
+            self._running = None
 
 
 def publish(root: Path, iteration: int, state: Mapping[str, Any], *, keep: int, best: int | None = None) -> Path:

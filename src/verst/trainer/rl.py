@@ -27,6 +27,7 @@ from verst.trainer.core import Ema, StepMetrics, TileLoss, Trainer
 from verst.trainer.parallel import join_mesh, leave_mesh, shard
 from verst.trainer.policies import ReferencePolicy, TrainerPolicies, frozen_copy
 from verst.trainer.publishing import FORMS, SENDERS, Rank
+from verst.weights.adapter_files import load_adapters
 from verst.weights.lora import LoraSpec, adaptable, attach_lora
 from verst.weights.manifest import Manifest
 from verst.weights.send import Outgoing, trained_tensors
@@ -70,6 +71,7 @@ class RlTrainer:
         except BaseException:
             leave_mesh()
             raise
+        self._saver = checkpoint.BackgroundSaver() if recipe.checkpoint.async_save else None
         context = Rank(rank=rank, ranks=world_size, store=store, device=device)
         self._sender = SENDERS[type(recipe.sync)](recipe.sync, context)
 
@@ -90,6 +92,9 @@ class RlTrainer:
             self.transformer.requires_grad_(True)
         else:
             attach_lora(self.transformer, self._lora)
+            finetune = recipe.model.finetune
+            if isinstance(finetune, s.LoraFinetune) and finetune.init is not None:
+                load_adapters(self.transformer, self._lora, finetune.init)
             for p in self.transformer.parameters():
                 if p.requires_grad:
                     p.data = p.data.float()
@@ -201,8 +206,30 @@ class RlTrainer:
         self._sender.release()
 
     def save(self, root: Path, iteration: int) -> None:
-        """Write this rank's part of the checkpoint of `iteration`; the driver publishes it."""
-        checkpoint.write_tensors(checkpoint.partial_folder(root, iteration), self._state(), alone=False)
+        """Write this rank's part of the checkpoint of `iteration`, a LoRA in PEFT's layout too; the driver publishes it.
+
+        With `checkpoint.async_save` it returns once the tensors are staged; see `saved` and `finish_save`.
+        """
+        folder = checkpoint.partial_folder(root, iteration)
+        self.finish_save()
+        if self._saver is None:
+            checkpoint.write_tensors(folder, self._state(), alone=False)
+        else:
+            self._saver.begin(folder, self._state())
+        if self._lora is not None:
+            whole = trained_tensors(self.core.named, dtype=torch.float32)
+            if self._mesh.get_rank() == 0:
+                named = {name.removeprefix("transformer."): value for name, value in whole.items()}
+                checkpoint.write_adapter_files(folder, self.transformer, named, self._lora)
+
+    def saved(self) -> bool:
+        """Whether nothing of this rank is in flight. Raises CheckpointError for a write that failed."""
+        return self._saver is None or self._saver.done()
+
+    def finish_save(self) -> None:
+        """Wait for what is in flight. Raises like `saved`."""
+        if self._saver is not None:
+            self._saver.finish()
 
     def load(self, folder: Path) -> None:
         """Continue from a published checkpoint, whatever number of ranks wrote it."""
@@ -223,6 +250,8 @@ class RlTrainer:
         return {name: value.clone() for name, value in trained_tensors(self.core.named, dtype=torch.float32).items()}
 
     def close(self) -> None:
+        if self._saver is not None:
+            self._saver.close()
         self._sender.close()
         leave_mesh()
 
