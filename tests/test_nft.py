@@ -67,7 +67,11 @@ def test_old_policy_schedules() -> None:
     assert [Follows(flat=75, ramp=0.0075, largest=0.999).decay(n) for n in (75, 76, 1000)] == [0.0, 0.0075, 0.999]
 
 
-NFT = ('algorithm={type="nft", timestep_fraction=0.5, old_flat=1, old_ramp=0.25}', 'sampling.steps={type="none"}')
+NFT = (
+    'algorithm={type="nft", timestep_fraction=0.5, old_flat=1, old_ramp=0.25}',
+    'sampling.steps={type="none"}',
+    "sampling.shared_initial_noise=false",
+)
 
 
 @pytest.mark.parametrize("finetune", [(), (LORA,)], ids=["full", "lora"])

@@ -98,6 +98,11 @@ class RlRecipe(s.Section):
             raise ConfigError(
                 f"sampling.steps.type = {steps.type}: {label} trains on clean samples of a deterministic sampler; use none"
             )
+        if self.sampling.shared_initial_noise:
+            raise ConfigError(
+                "sampling.shared_initial_noise = true: without a stochastic step all samples of a group would be the same "
+                f"picture, and {label} compares them; use false"
+            )
         if self.sampling.guidance_scale > 1:
             raise ConfigError(
                 f"sampling.guidance_scale = {self.sampling.guidance_scale:g}: {label} samples and trains without guidance; "

@@ -138,7 +138,10 @@ class Trainer:
             }
 
     def _backward(self, tiles: Sequence[Callable[[], TileLoss]]) -> tuple[float, dict[str, float], dict[str, float]]:
-        sharded = [m for net in self.modules.values() for m in net.modules() if isinstance(m, FSDPModule)]
+        # Only a module that every tile goes through may leave its gradients unreduced until the last one: of several
+        # experts, one that the last tile has no rows for would keep them for good.
+        whole = [net for net in self.modules.values() if isinstance(net, FSDPModule)]
+        sharded = [m for net in whole for m in net.modules() if isinstance(m, FSDPModule)]
         world = 1 if self.mesh is None else self.mesh.size()
         losses: list[Tensor] = []
         sums: dict[str, list[Tensor]] = {}
