@@ -104,6 +104,12 @@ def test_a_run_starts_from_an_adapter_and_trains_it(saved: Saved, tmp_path: Path
     assert [name for name in frozen if "transformer_blocks.1.attn.add_q_proj" not in name] == []
 
 
+def test_a_start_in_half_precision_keeps_the_file_in_fp32(saved: Saved, tmp_path: Path) -> None:
+    start = f'model.finetune={{type="lora", rank=2, alpha=4.0, init="{saved.folder}"}}'
+    with one_rank(recipe_with(tmp_path, start, "model.dtype=bfloat16")) as trainer:
+        assert largest_difference(trainer.weights(), saved.weights) == 0.0
+
+
 def spoiled(saved: Saved, folder: Path, change: Any) -> Path:
     shutil.copytree(saved.folder / "adapter", folder / "adapter")
     file = folder / "adapter" / "adapter_model.safetensors"

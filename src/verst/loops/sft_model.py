@@ -54,11 +54,11 @@ def trained_modules(components: Components, recipe: SftRecipe) -> Mapping[str, n
         targets = finetune.targets or components.family.lora_targets
         spec = LoraSpec(rank=finetune.rank, alpha=finetune.alpha, targets=targets)
         attach_lora(transformer, spec)
-        if finetune.init is not None:
-            load_adapters(transformer, spec, finetune.init)
         for parameter in transformer.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
+        if finetune.init is not None:
+            load_adapters(transformer, spec, finetune.init)
     else:
         transformer.requires_grad_(True)
     if recipe.model.dtype != "float32":

@@ -92,12 +92,12 @@ class RlTrainer:
             self.transformer.requires_grad_(True)
         else:
             attach_lora(self.transformer, self._lora)
-            finetune = recipe.model.finetune
-            if isinstance(finetune, s.LoraFinetune) and finetune.init is not None:
-                load_adapters(self.transformer, self._lora, finetune.init)
             for p in self.transformer.parameters():
                 if p.requires_grad:
                     p.data = p.data.float()
+            finetune = recipe.model.finetune
+            if isinstance(finetune, s.LoraFinetune) and finetune.init is not None:
+                load_adapters(self.transformer, self._lora, finetune.init)
         config = recipe.algorithm
         frozen = None
         if config.needs_reference and isinstance(config.reference, s.FrozenReference):

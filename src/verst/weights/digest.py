@@ -64,9 +64,14 @@ def word_digests(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros(0, dtype=torch.int64)
     device = tensors[0].device
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if device.type == "cuda" and _has_triton():
         return _by_triton(tensors, device)
     return torch.stack([_digest(tensor) for tensor in tensors])
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _values(names: Sequence[str], tensors: Mapping[str, Tensor]) -> list[int]:
