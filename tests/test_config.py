@@ -95,6 +95,12 @@ VALUES = [
 
 COMBINATIONS = [
     (
+        'rewards=[{type="diversity"},{type="brightness",weight=0.0}]',
+        "rewards: all that have a weight compare the samples of a group, so held-out samples would have no reward",
+    ),
+    ('watch.gold=[{type="brightness",rank=true}]', "watch.gold: ['brightness'] compare the samples of a group"),
+    ('rewards=[{type="ocr"},{type="ocr"}]', "rewards: ['ocr'] appear twice; give them a `name` of their own"),
+    (
         "rollout.microgroup_size=3",
         "rollout.microgroup_size = 3 does not divide rollout.group_size = 8; nearest that does: 2",
     ),

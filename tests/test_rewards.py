@@ -2,7 +2,9 @@
 
 import asyncio
 import math
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 import matplotlib
@@ -10,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
+from pydantic import TypeAdapter
 
-from verst.config.rewards import ContrastReward, FramesConfig, SharpnessReward
+from verst.config.rewards import ContrastReward, FramesConfig, RewardConfig, SharpnessReward
 from verst.config.sections import BrightnessReward, JpegSizeReward, OcrReward, PythonReward
 from verst.errors import ConfigError, PromptError, RewardError
 from verst.rewards import REWARDS, RewardBatch, make_reward
@@ -357,8 +360,6 @@ def test_python_rewards_that_cannot_be_used_are_refused(path, others, message):
 def test_every_reward_of_the_recipe_has_a_class():
     from typing import get_args
 
-    from verst.config.sections import RewardConfig
-
     variants = get_args(get_args(RewardConfig)[0])
     assert {variant.model_fields["type"].default for variant in variants} == set(REWARDS)
 
@@ -379,3 +380,24 @@ def test_local_rewards_stop_or_mask_by_policy():
     assert math.isnan(scores.by_reward["custom"][0])
     assert scores.by_reward["brightness"] == (0.0,)
     assert scores.num_failures == 1
+
+
+def test_the_rewards_of_the_documentation_work(tmp_path, monkeypatch):
+    text = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text()
+    code = re.search(r"```python\n(# my_rewards\.py\n.*?)```", text, re.DOTALL)[1]
+    tables = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL)]
+    (tmp_path / "my_rewards.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    adapter = TypeAdapter(RewardConfig)
+    configs = [adapter.validate_python(table) for block in tables for table in block.get("rewards", [])]
+    assert {config.type for config in configs} >= {"python", "openai"}
+    own = {config.name: make_reward(config) for config in configs if config.type == "python"}
+    batch = RewardBatch(
+        media=torch.tensor([[255, 0, 51], [0, 0, 51]], dtype=torch.uint8)[:, None, None, None].expand(2, 1, 4, 4, 3),
+        prompts=("a", "b"),
+        metadata=({"colour": "blue"}, {"colour": "red"}),
+    )
+    assert own["redness"].score(batch) == pytest.approx([2.0, 0.0])
+    assert own["wanted_colour"].score(batch) == pytest.approx([0.2, 0.0])
+    assert own["novelty"].score(batch) == pytest.approx([math.sqrt(math.sqrt(16) / 2)] * 2)

@@ -122,7 +122,7 @@ def test_combine_keeps_names_and_counts():
     scores = combine(
         {
             "a": CallResult(values=(1.0, 2.0), num_attempts=1),
-            "b": CallResult(values=(math.nan, math.nan), num_attempts=3, num_failures=2),
+            "b": CallResult(values=(math.nan, math.nan), num_attempts=3, failed=(0, 1)),
         }
     )
     assert scores.by_reward["a"] == (1.0, 2.0)

@@ -160,7 +160,8 @@ class Scores:
     """Rewards of the samples of one microgroup, in their order."""
 
     by_reward: dict[str, tuple[float, ...]]
-    """reward name -> one value a sample; NaN where the reward failed or was not finite (masked, never 0)."""
+    """reward name -> one value a sample; NaN where the reward failed or was not finite (masked, never 0). A reward that
+    does not apply to the samples' prompt has no entry: the others decide alone."""
     num_failures: int = 0
     """Scores that a reward failed to give for good, masked by policy."""
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+
+GroupedRewards = Mapping[str, Sequence[Sequence[float] | None]]
+"""reward name -> groups -> one value a sample; None where the reward does not apply to the group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +31,7 @@ class Advantages:
 
 
 def advantages(
-    rewards: Mapping[str, Sequence[Sequence[float]]],
+    rewards: GroupedRewards,
     weights: Mapping[str, float],
     *,
     mixture: Literal["normalize_each", "weighted_sum"] = "normalize_each",
@@ -46,23 +50,25 @@ def advantages(
     std is the population one (divided by n). A sample with a non-finite reward of weight other than 0 is masked: it
     gets 0 and enters no mean and no std. Equal rewards and a group of one give exactly 0.
 
-    rewards: reward name -> groups -> one value a sample; weights: the same names. For `batch`, pass all groups of
+    rewards: reward name -> groups -> one value a sample, or None where the reward does not apply to that group's prompt:
+    it then enters neither sum, and the others decide alone. weights: the same names. For `batch`, pass all groups of
     the rollout, those that a filter will drop included. Raises ValueError where names or group sizes differ.
     """
     sizes = _check(rewards, weights)
     edges = np.cumsum([0, *sizes])
     groups = [slice(int(a), int(b)) for a, b in itertools.pairwise(edges)]
     weighted = {name: w for name, w in weights.items() if w != 0}
-    flat = {name: np.array([v for g in rewards[name] for v in g], dtype=np.float64) for name in weighted}
+    applies = {name: np.repeat([g is not None for g in rewards[name]], sizes) for name in weighted}
+    flat = {name: _column(rewards[name], sizes) for name in weighted}
     finite = np.ones(int(edges[-1]), dtype=bool)
-    for column in flat.values():
-        finite &= np.isfinite(column)
+    for name, column in flat.items():
+        finite &= np.isfinite(column) | ~applies[name]
     total = np.zeros(len(finite))
     if mixture == "normalize_each":
         for name, weight in weighted.items():
-            total += weight * _normalise(flat[name], finite, groups, std, epsilon)
+            total += weight * _normalise(flat[name], finite & applies[name], groups, std, epsilon)
     else:
-        columns = [weight * np.where(finite, flat[name], 0.0) for name, weight in weighted.items()]
+        columns = [weight * np.where(finite & applies[name], flat[name], 0.0) for name, weight in weighted.items()]
         mixed = np.sum(columns, axis=0) if columns else total
         total = _normalise(mixed, finite, groups, std, epsilon)
     total = np.clip(total, -clamp, clamp) + 0.0  # no -0.0
@@ -95,14 +101,22 @@ def _normalise(
     return out
 
 
-def _check(rewards: Mapping[str, Sequence[Sequence[float]]], weights: Mapping[str, float]) -> list[int]:
+def _column(groups: Sequence[Sequence[float] | None], sizes: Sequence[int]) -> np.ndarray:
+    """[samples]; NaN where the reward does not apply."""
+    parts = [[math.nan] * size if group is None else group for group, size in zip(groups, sizes, strict=True)]
+    return np.array([value for part in parts for value in part], dtype=np.float64)
+
+
+def _check(rewards: GroupedRewards, weights: Mapping[str, float]) -> list[int]:
     """Sizes of the groups."""
     if not rewards or set(rewards) != set(weights):
         raise ValueError(
             f"rewards {sorted(rewards)} and weights {sorted(weights)} must have the same names, at least one"
         )
-    by_name = {name: [len(group) for group in groups] for name, groups in rewards.items()}
-    sizes = next(iter(by_name.values()))
-    if any(other != sizes for other in by_name.values()):
-        raise ValueError(f"rewards differ in their group sizes: {by_name}")
-    return sizes
+    by_name = {name: [None if g is None else len(g) for g in groups] for name, groups in rewards.items()}
+    if len({len(sizes) for sizes in by_name.values()}) > 1:
+        raise ValueError(f"rewards differ in their numbers of groups: {by_name}")
+    found = [{size for size in column if size is not None} for column in zip(*by_name.values(), strict=True)]
+    if any(len(sizes) != 1 for sizes in found):
+        raise ValueError(f"rewards differ in their group sizes, or none applies to a group: {by_name}")
+    return [size for sizes in found for size in sizes]

@@ -48,7 +48,13 @@ class ActorPool:
         """submit: actor -> object reference."""
         index = min(range(len(self.actors)), key=self._in_flight.__getitem__)
         self._in_flight[index] += 1
-        try:
-            return await result_of(submit(self.actors[index]), role=self._role)
-        finally:
+        job = asyncio.ensure_future(result_of(submit(self.actors[index]), role=self._role))
+
+        def ended(job: asyncio.Future[Any]) -> None:
             self._in_flight[index] -= 1
+            if not job.cancelled():
+                job.exception()  # seen, where nobody waits for it any more
+
+        job.add_done_callback(ended)
+        # A call that was given up still keeps its actor busy: the next one goes elsewhere.
+        return await asyncio.shield(job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import sys
@@ -17,16 +18,17 @@ from verst.cluster.actors import EngineActor, ParserActor, RewardActor, TrainerA
 from verst.cluster.calls import ActorPool, all_of, result_of
 from verst.config.plan import process_plan
 from verst.config.recipe import RlRecipe
-from verst.config.rewards import RewardConfig, reward_name
+from verst.config.rewards import reward_name
 from verst.config.sections import AutoSync, ChosenSync
 from verst.config.sync import chosen
 from verst.engine.client import EngineClient
 from verst.errors import ConfigError
 from verst.rewards.base import RewardBatch, Score
-from verst.rewards.calls import CallResult, combine, score_with_policy
+from verst.rewards.calls import Call
+from verst.rewards.pool import RewardPool
 from verst.rollout.engines import EnginePool
 from verst.rollout.plan import MicrogroupTask
-from verst.rollout.scoring import reward_batch
+from verst.rollout.scoring import Scorer
 from verst.trainer.rl import UpdateMetrics
 from verst.trainer.topology import Place, choose
 from verst.types import Microgroup, SampleKey, Scores
@@ -131,6 +133,7 @@ class Cluster:
             ),
         )
         clients = [EngineClient(url, timeout_s=recipe.engine.request_timeout_s) for url in urls]
+        self._make_scorers()
         self.engines = EnginePool(clients, per_engine=recipe.engine.queue_size)
 
     async def _choose_sync(self) -> ChosenSync:
@@ -162,6 +165,18 @@ class Cluster:
         await self.trainer.unpublish()
         return manifest
 
+    def _make_scorers(self) -> None:
+        recipe, gold = self._recipe, self._recipe.watch.gold
+        configs = (*recipe.rewards, *gold)
+        self._pools = [
+            RewardPool(config, _remote(self._rewards[reward_name(config)]), deterministic=recipe.run.deterministic)
+            for config in configs
+        ]
+        make = functools.partial(
+            Scorer, pools=self._pools, group_size=recipe.rollout.group_size, always=[reward_name(c) for c in gold]
+        )
+        self._trained, self._gold, self._every = make(recipe.rewards), make(gold), make(configs)
+
     async def pids(self) -> dict[str, list[int]]:
         """role -> process ids, for people and for tests that kill them."""
         pools = {"engine": self._engines, "trainer": self.trainer.ranks, "parser": self._parsers.actors}
@@ -177,37 +192,27 @@ class Cluster:
 
     async def score(self, task: MicrogroupTask, microgroup: Microgroup) -> Scores:
         """Every trained reward, side by side, each with its own attempts and policy."""
-        return await self._score(self._recipe.rewards, task, microgroup)
+        return await self._trained(task, microgroup)
 
     async def score_gold(self, task: MicrogroupTask, microgroup: Microgroup) -> Scores:
         """The same by every gold reward."""
-        return await self._score(self._recipe.watch.gold, task, microgroup)
+        return await self._gold(task, microgroup)
 
     async def score_all(self, task: MicrogroupTask, microgroup: Microgroup) -> Scores:
         """The same by trained and gold rewards."""
-        return await self._score((*self._recipe.rewards, *self._recipe.watch.gold), task, microgroup)
+        return await self._every(task, microgroup)
 
-    async def _score(self, rewards: Sequence[RewardConfig], task: MicrogroupTask, microgroup: Microgroup) -> Scores:
-        batch = reward_batch(task, microgroup)
-        jobs = {reward_name(r): self._score_one(r, batch) for r in rewards}
-        results = await asyncio.gather(*jobs.values())
-        return combine(dict(zip(jobs, results, strict=True)))
+    def reward_metrics(self) -> dict[str, float]:
+        """Of every pool of reward workers, since the last call of this."""
+        return {name: value for pool in self._pools for name, value in pool.metrics().items()}
 
-    async def _score_one(self, config: RewardConfig, batch: RewardBatch) -> CallResult:
-        pool = self._rewards[reward_name(config)]
 
-        async def call(batch: RewardBatch) -> Sequence[Score]:
-            scores: Sequence[Score] = await pool.call(lambda actor: actor.score.remote(batch))
-            return scores
+def _remote(pool: ActorPool) -> Call:
+    async def call(batch: RewardBatch) -> Sequence[Score]:
+        scores: Sequence[Score] = await pool.call(lambda actor: actor.score.remote(batch))
+        return scores
 
-        return await score_with_policy(
-            call,
-            batch,
-            name=reward_name(config),
-            attempts=config.attempts,
-            timeout_s=config.timeout_s,
-            on_failure=config.on_failure,
-        )
+    return call
 
 
 class TrainerGroup:

@@ -89,7 +89,9 @@ def process_plan(recipe: RlRecipe, *, cuda: bool = False) -> list[ProcessPlan]:
     for kind, rewards in (("reward", recipe.rewards), ("gold", recipe.watch.gold)):
         for reward in rewards:
             name = reward_name(reward)
-            plan.append(ProcessPlan(role=f"{kind}:{name}", count=reward.workers, cpus=0.01, gpus=slivers[name]))
+            plan.append(
+                ProcessPlan(role=f"{kind}:{name}", count=reward.workers, cpus=reward.num_cpus, gpus=slivers[name])
+            )
     return plan
 
 

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from verst.config import sections as s
 from verst.config.checks import divides, nearest_divisor, nearest_fit
+from verst.config.rewards import is_group_wise
 from verst.config.rewards import reward_name as reward_name
 from verst.config.supervised import SftRecipe as SftRecipe
 from verst.config.watch import check_watch
@@ -157,6 +158,14 @@ class RlRecipe(s.Section):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(f"rewards: {twice} appear twice; give them a `name` of their own")
+        if all(is_group_wise(reward) for reward in self.rewards if reward.weight != 0):
+            raise ConfigError(
+                "rewards: all that have a weight compare the samples of a group, so held-out samples would have no reward; "
+                "give one of another kind a weight"
+            )
+        compared = [reward_name(r) for r in self.watch.gold if is_group_wise(r) or r.rank]
+        if compared:
+            raise ConfigError(f"watch.gold: {compared} compare the samples of a group, and held-out samples have none")
         if self.eval.weights == "ema" and self.trainer.ema_decay is None:
             raise ConfigError("eval.weights = ema needs trainer.ema_decay, e.g. 0.99")
 

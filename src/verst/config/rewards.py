@@ -26,14 +26,25 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 class RewardBase(Section):
     row_independent: ClassVar[bool] = False
     """A sample's score is the same bits whatever samples are scored in the same call."""
+    group_wise: ClassVar[bool] = False
+    """A sample's score is by comparison with the others of its group: one call a group, when it is complete."""
 
     type: str
     name: Name | None = None
     """Name in metrics; left out: the type. Two rewards of one type need names of their own."""
     weight: Number = 1.0
     """Weight in the mixture."""
+    rank: Flag = False
+    """Replace the scores of a group by their ranks in it: 0 the worst, 1 the best, equal ones share the mean rank."""
     workers: PositiveInt = 1
     """Processes that score microgroups."""
+    num_cpus: NonNegativeFloat = 0.01
+    """Ray CPUs that each of them asks for: a share for placement, no limit of use."""
+    merge_size: NonNegativeInt = 0
+    """Samples of one call that is shared by microgroups; 0: each microgroup is a call of its own. In a deterministic run
+    only rewards share calls whose scores cannot depend on it."""
+    merge_wait_ms: NonNegativeInt = 50
+    """Milliseconds that the first sample of a shared call waits for others at most."""
     attempts: PositiveInt = 3
     """Calls before a failure is final."""
     timeout_s: PositiveFloat = 120.0
@@ -107,6 +118,10 @@ class PythonReward(RewardBase):
     called metadata, fps, audio or sample_rate get these; one called batch gets all in one record."""
     batched: Flag = True
     """Called with all samples at once; false: once a sample, with one value of each kind, returning one number."""
+    scope: Literal["sample", "group"] = "sample"
+    """group: called once with all samples of one prompt in a rollout, in order, when the last of them is there."""
+    independent_rows: Flag = False
+    """A sample's score never depends on what else is in the call, not even by rounding."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, or of the class when it is made."""
 
@@ -123,6 +138,14 @@ class ContrastReward(ImageRewardBase):
 
     type: Literal["contrast"] = "contrast"
     """Twice the standard deviation of luma over the pixels, in [0, 1]."""
+
+
+class DiversityReward(RewardBase):
+    group_wise: ClassVar[bool] = True
+
+    type: Literal["diversity"] = "diversity"
+    """Mean difference between a sample's thumbnail (16 x 16, of a clip's middle frame) and the others' of its group, in
+    [0, 1]."""
 
 
 EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -281,6 +304,7 @@ RewardConfig = Annotated[
     | BrightnessReward
     | SharpnessReward
     | ContrastReward
+    | DiversityReward
     | HttpReward
     | OpenaiReward
     | PythonReward
@@ -300,3 +324,11 @@ RewardConfig = Annotated[
 def reward_name(reward: RewardBase) -> str:
     """The reward's name in metrics."""
     return reward.name or reward.type
+
+
+def is_group_wise(reward: RewardConfig) -> bool:
+    return reward.group_wise or (isinstance(reward, PythonReward) and reward.scope == "group")
+
+
+def rows_are_independent(reward: RewardConfig) -> bool:
+    return reward.row_independent or (isinstance(reward, PythonReward) and reward.independent_rows)

@@ -11,6 +11,7 @@ from verst.config import sections as s
 from verst.config.basis import Number, PositiveFloat, PositiveInt, UnitFloat
 from verst.config.checks import divides
 from verst.config.data import DataConfig, FilesData, PreferenceData, TextLinesData
+from verst.config.rewards import is_group_wise, reward_name
 from verst.errors import ConfigError
 
 
@@ -103,6 +104,9 @@ class SftRecipe(s.Section):
     @model_validator(mode="after")
     def _rules(self) -> SftRecipe:
         divides("trainer.tile_size", self.trainer.tile_size, "algorithm.batch_size", self.algorithm.batch_size)
+        compared = [reward_name(r) for r in self.rewards if is_group_wise(r) or r.rank]
+        if compared:
+            raise ConfigError(f"rewards: {compared} compare the samples of a group, which SFT has not; use others")
         if self.trainer.ranks != 1:
             raise ConfigError(f"trainer.ranks = {self.trainer.ranks}: SFT runs in one process, so it must be 1")
         if self.eval.weights == "ema" and self.trainer.ema_decay is None:

@@ -35,7 +35,7 @@ def reward_weights(recipe: RlRecipe) -> dict[str, float]:
 def make_batch(recipe: RlRecipe, groups: Sequence[Group]) -> Batch:
     """Advantages over complete groups, filter, the algorithm's pairs, and their share-out over optimizer steps and ranks."""
     weights = reward_weights(recipe)
-    rewards = {name: [group.rewards()[name] for group in groups] for name in weights}
+    rewards = {name: [group.rewards().get(name) for group in groups] for name in weights}
     config = recipe.algorithm.advantage
     result = advantages(
         rewards, weights, mixture=config.mixture, std=config.std, epsilon=config.epsilon, clamp=config.clamp

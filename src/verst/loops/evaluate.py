@@ -18,14 +18,14 @@ from verst.loops.report import HELDOUT
 from verst.loops.rl import heldout_rewards, wants_cuda
 from verst.loops.watch import gold_metrics
 from verst.obs.metrics import mean_of_finite
-from verst.rewards.local import LocalRewards
+from verst.rewards.local import local_pools
 from verst.rollout.pipeline import Pipeline
 from verst.rollout.plan import MicrogroupTask, plan_evaluation
 from verst.rollout.prompts import read_prompts
-from verst.rollout.scoring import reward_batch
+from verst.rollout.scoring import Scorer
 from verst.trainer.export import load_trained
 from verst.trainer.rl import DTYPES
-from verst.types import Microgroup, SampleKey, Scores
+from verst.types import Microgroup, SampleKey
 
 
 async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool) -> dict[str, float]:
@@ -38,7 +38,8 @@ async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool
         load_trained(worker.components.transformer, recipe, checkpoint, ema=ema)
     heldout = read_prompts(recipe.prompts.heldout)[: recipe.eval.num_prompts]
     check_prompts(recipe, (), heldout)
-    rewards = LocalRewards((*recipe.rewards, *recipe.watch.gold))
+    configs = (*recipe.rewards, *recipe.watch.gold)
+    score = Scorer(configs, local_pools(configs), group_size=recipe.rollout.group_size, always=gold_names(recipe))
 
     async def generate(task: MicrogroupTask) -> bytes:
         (records,) = worker.generate([resolve(task.request, worker.components)])
@@ -48,9 +49,6 @@ async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool
 
     async def parse(payload: bytes, keys: Sequence[SampleKey]) -> Microgroup:
         return await asyncio.to_thread(to_microgroup, payload, keys)
-
-    async def score(task: MicrogroupTask, microgroup: Microgroup) -> Scores:
-        return await rewards.score(reward_batch(task, microgroup))
 
     def check(task: MicrogroupTask, microgroup: Microgroup) -> None:
         check_echo(task.request, microgroup.echo)

@@ -9,14 +9,16 @@ is taken after that, so that a resumed run repeats nothing and skips nothing.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from verst.cluster.cluster import Cluster
-from verst.config.recipe import RlRecipe, gold_names, reward_name
+from verst.config.recipe import RlRecipe, gold_names
 from verst.loops.batch import Batch, make_batch, reward_weights
 from verst.loops.checkpoints import Checkpoints
 from verst.loops.prompt_checks import ask_engine, check_prompts
@@ -109,6 +111,7 @@ class Run:
                 **seen,
                 **update_metrics(update, batch, recipe),
                 **sync,
+                **self._cluster.reward_metrics(),
                 **perf_metrics(seconds, len(groups) * recipe.rollout.group_size, train_s, sync_s),
                 "perf/iteration_s": time.perf_counter() - started,
             }
@@ -217,13 +220,13 @@ def wants_cuda(recipe: RlRecipe) -> bool:
 
 def reward_metrics(recipe: RlRecipe, groups: list[Group], batch: Batch) -> dict[str, float]:
     """Of the training samples of one rollout; masked ones count in no mean."""
-    metrics: dict[str, float] = {}
-    total = np.zeros(sum(len(group.samples) for group in groups))
-    for name, weight in reward_weights(recipe).items():
-        values = np.array([v for group in groups for v in group.rewards()[name]])
-        metrics[f"reward/{name}/mean"] = mean_of_finite(values)
-        if weight != 0:  # 0 * NaN is NaN: a reward that is only watched must not mask a sample
-            total = total + weight * values
+    weights = reward_weights(recipe)
+    scores = [group.rewards() for group in groups]
+    metrics = {
+        f"reward/{name}/mean": mean_of_finite([v for by_name in scores for v in by_name.get(name, ())])
+        for name in weights
+    }
+    total = np.array([v for by_name in scores for v in weighted_sums(by_name, weights)])
     finite = total[np.isfinite(total)]
     return metrics | {
         "reward/train_mean": mean_of_finite(total),
@@ -261,14 +264,18 @@ def perf_metrics(seconds: StageSeconds, num_samples: int, train_s: float, sync_s
     }
 
 
+def weighted_sums(by_reward: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:
+    """One a sample, over the rewards of weight other than 0 that apply (0 * NaN is NaN: one that is only watched must not
+    mask a sample); NaN where one of them is, or where none applies."""
+    columns = [np.array(by_reward[name]) * weight for name, weight in weights.items() if weight and name in by_reward]
+    if not columns:
+        return [math.nan] * len(next(iter(by_reward.values()), ()))
+    return [float(value) for value in np.sum(columns, axis=0)]
+
+
 def heldout_rewards(recipe: RlRecipe, scored: list[ScoredMicrogroup]) -> dict[str, list[float]]:
-    """reward name, and "total" (weighted sum) -> one value a prompt."""
-    by_name: dict[str, list[float]] = {
-        reward_name(reward): in_prompt_order(
-            scored, [v for item in scored for v in item.scores.by_reward[reward_name(reward)]]
-        )
-        for reward in recipe.rewards
-    }
-    weights = {name: weight for name, weight in reward_weights(recipe).items() if weight != 0}
-    columns: Any = zip(*(np.array(by_name[name]) * weight for name, weight in weights.items()), strict=True)
-    return {**by_name, "total": [float(sum(row)) for row in columns]}
+    """reward name -> the values of the prompts it applies to; "total", the weighted sum of those -> one a prompt."""
+    weights = reward_weights(recipe)
+    by_name = {name: [v for item in scored for v in item.scores.by_reward.get(name, ())] for name in weights}
+    total = [v for item in scored for v in weighted_sums(item.scores.by_reward, weights)]
+    return {**{name: values for name, values in by_name.items() if values}, "total": in_prompt_order(scored, total)}

@@ -13,6 +13,7 @@ from verst.rewards.brightness import Brightness
 from verst.rewards.clap import Clap
 from verst.rewards.clip_score import ClipScore
 from verst.rewards.contrast import Contrast
+from verst.rewards.diversity import Diversity
 from verst.rewards.frames import FrameWise
 from verst.rewards.geneval import GenEval
 from verst.rewards.hps_v2 import HpsV2
@@ -34,6 +35,7 @@ REWARDS: dict[str, Callable[[Any], Reward]] = {
     "brightness": Brightness,
     "sharpness": Sharpness,
     "contrast": Contrast,
+    "diversity": Diversity,
     "http": Http,
     "openai": VisionJudge,
     "python": Python,

@@ -59,6 +59,28 @@ class RewardBatch:
             latents=None if self.latents is None else {name: x[at] for name, x in self.latents.items()},
         )
 
+    @classmethod
+    def join(cls, batches: Sequence[RewardBatch]) -> RewardBatch:
+        """All samples of batches of one kind, in order."""
+        first = batches[0]
+        return cls(
+            media=torch.cat([batch.media for batch in batches]),
+            prompts=tuple(prompt for batch in batches for prompt in batch.prompts),
+            metadata=tuple(row for batch in batches for row in batch.metadata),
+            fps=first.fps,
+            audio=None if first.audio is None else torch.cat([b.audio for b in batches if b.audio is not None]),
+            sample_rate=first.sample_rate,
+            latents=None
+            if first.latents is None
+            else {name: torch.cat([b.latents[name] for b in batches if b.latents]) for name in first.latents},
+        )
+
+    def kind(self) -> tuple[Any, ...]:
+        """Batches of equal kind can be joined."""
+        audio = None if self.audio is None else tuple(self.audio.shape[1:])
+        latents = {name: tuple(x.shape[1:]) for name, x in (self.latents or {}).items()}
+        return (tuple(self.media.shape[1:]), self.fps, audio, self.sample_rate, tuple(sorted(latents.items())))
+
     def pictures(self) -> np.ndarray:
         """uint8 [B, H, W, 3] of a batch of images. Raises RewardError for clips: see `rewards.frames`."""
         if self.media.shape[1] != 1:

@@ -10,6 +10,7 @@ import logging
 import math
 from asyncio import sleep
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,10 +33,25 @@ class CallResult:
     """One a sample; NaN where there is no score."""
     num_attempts: int
     """Calls made; 1 when nothing went wrong."""
-    num_failures: int = 0
-    """Samples that failed for good and were masked by policy."""
-    num_non_finite: int = 0
-    """Values that the reward itself gave as NaN or infinite; masked."""
+    failed: tuple[int, ...] = ()
+    """Rows that failed for good and were masked by policy."""
+
+    @property
+    def num_failures(self) -> int:
+        return len(self.failed)
+
+    @property
+    def num_non_finite(self) -> int:
+        """Values that the reward itself gave as NaN or infinite; masked."""
+        return sum(map(math.isnan, self.values)) - len(self.failed)
+
+    def part(self, start: int, stop: int) -> CallResult:
+        """Of the samples start..stop alone."""
+        return CallResult(
+            values=self.values[start:stop],
+            num_attempts=self.num_attempts,
+            failed=tuple(row - start for row in self.failed if start <= row < stop),
+        )
 
 
 async def score_with_policy(
@@ -47,13 +63,15 @@ async def score_with_policy(
     timeout_s: float,
     on_failure: Literal["stop", "mask"],
     backoff_s: float = 0.2,
+    place: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
 ) -> CallResult:
     """Scores of B samples.
 
     An exception of `call`, a call longer than `timeout_s`, a wrong number of scores and an error in the place of a score
     are failures. The samples without a score, and no others, are asked about again after backoff_s, 2 backoff_s, ... (or
     what a service asked for) until `attempts` are used up or an error is permanent. Then RewardError ("stop"), or NaN
-    for those samples ("mask"). A failure is never a score.
+    for those samples ("mask"). A failure is never a score. `place` is held during each call; waiting for it is not
+    counted in `timeout_s`.
     """
     scores: list[Score] = [RewardError("was not asked")] * len(batch)
     left = list(range(len(batch)))
@@ -61,7 +79,7 @@ async def score_with_policy(
     while left and attempt < attempts:
         attempt += 1
         asked = batch if len(left) == len(batch) else batch.rows(left)
-        for row, score in zip(left, await _attempt(call, asked, timeout_s), strict=True):
+        for row, score in zip(left, await _attempt(call, asked, timeout_s, place), strict=True):
             scores[row] = score
         errors = [score for score in scores if isinstance(score, RewardError)]
         if errors:
@@ -76,19 +94,19 @@ async def score_with_policy(
         times = "for good" if last.permanent else f"{attempt} times"
         raise RewardError(f"reward {name} failed {times}, last: {last}") from (last.__cause__ or last)
     values = [math.nan if isinstance(score, RewardError) else float(score) for score in scores]
-    finite = tuple(value if math.isfinite(value) else math.nan for value in values)
     return CallResult(
-        values=finite,
+        values=tuple(value if math.isfinite(value) else math.nan for value in values),
         num_attempts=attempt,
-        num_failures=len(failures),
-        num_non_finite=sum(map(math.isnan, finite)) - len(failures),
+        failed=tuple(row for row, score in enumerate(scores) if isinstance(score, RewardError)),
     )
 
 
-async def _attempt(call: Call, batch: RewardBatch, timeout_s: float) -> list[Score]:
+async def _attempt(
+    call: Call, batch: RewardBatch, timeout_s: float, place: Callable[[], AbstractAsyncContextManager[None]]
+) -> list[Score]:
     """One a sample; where the call as a whole failed, its error for each of them."""
     try:
-        async with asyncio.timeout(timeout_s):
+        async with place(), asyncio.timeout(timeout_s):
             answer = await call(batch)
         scores = [score if isinstance(score, RewardError) else float(score) for score in answer]
         if len(scores) != len(batch):

@@ -7,9 +7,18 @@ from collections.abc import Sequence
 
 from verst.config.rewards import RewardConfig
 from verst.rewards import make_reward
-from verst.rewards.base import Reward, RewardBatch, Score
-from verst.rewards.calls import Call, combine, score_with_policy
+from verst.rewards.base import RewardBatch, Score
+from verst.rewards.calls import Call, combine
+from verst.rewards.pool import RewardPool
 from verst.types import Scores
+
+
+def local_pools(configs: Sequence[RewardConfig]) -> list[RewardPool]:
+    """Loads every reward: one worker each. Raises ConfigError or RewardError."""
+    return [
+        RewardPool(config.model_copy(update={"workers": 1}), _in_thread(config), deterministic=True)
+        for config in configs
+    ]
 
 
 class LocalRewards:
@@ -17,24 +26,16 @@ class LocalRewards:
 
     def __init__(self, configs: Sequence[RewardConfig]) -> None:
         """Loads every reward. Raises ConfigError or RewardError."""
-        self._rewards: list[tuple[RewardConfig, Reward]] = [(config, make_reward(config)) for config in configs]
+        self._pools = local_pools(configs)
 
     async def score(self, batch: RewardBatch) -> Scores:
         """Raises RewardError after a final failure under "stop"."""
-        results = {}
-        for config, reward in self._rewards:
-            results[reward.name] = await score_with_policy(
-                _in_thread(reward),
-                batch,
-                name=reward.name,
-                attempts=config.attempts,
-                timeout_s=config.timeout_s,
-                on_failure=config.on_failure,
-            )
-        return combine(results)
+        return combine({pool.name: await pool.score(batch) for pool in self._pools})
 
 
-def _in_thread(reward: Reward) -> Call:
+def _in_thread(config: RewardConfig) -> Call:
+    reward = make_reward(config)
+
     async def call(batch: RewardBatch) -> Sequence[Score]:
         return await asyncio.to_thread(reward.score, batch)
 

@@ -39,11 +39,19 @@ def diversity(frames: Sequence[np.ndarray]) -> float:
 
     frames: uint8 [H, W, 3] each, at least two. 0 = all alike.
     """
+    distances = to_others(frames)
+    return sum(distances) / len(distances)
+
+
+def to_others(frames: Sequence[np.ndarray]) -> list[float]:
+    """Mean absolute difference of each sample's thumbnail from the others', in [0, 1].
+
+    frames: uint8 [H, W, 3] each, at least two. Raises ValueError for fewer.
+    """
     if len(frames) < 2:
         raise ValueError(f"the samples of a group are compared with one another; got {len(frames)}")
     small = np.stack([thumbnail(frame) for frame in frames])
-    distances = [float(np.abs(small[i + 1 :] - small[i]).mean(axis=(1, 2, 3)).sum()) for i in range(len(small) - 1)]
-    return sum(distances) / (len(small) * (len(small) - 1) / 2)
+    return [float(np.abs(small - one).mean(axis=(1, 2, 3)).sum()) / (len(small) - 1) for one in small]
 
 
 def luma(frame: np.ndarray) -> np.ndarray:

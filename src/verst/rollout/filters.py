@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from verst.config.sections import NoFilter, ZeroVarianceFilter
 
 GroupRewards = Mapping[str, Sequence[float]]
-"""reward name -> one value a sample of one complete group; NaN = masked."""
+"""reward name -> one value a sample of one complete group; NaN = masked; a reward that does not apply is absent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ def has_zero_variance(rewards: GroupRewards, weights: Mapping[str, float]) -> bo
 
     Samples with a non-finite reward do not count, so a group with fewer than two others has no variance.
     """
-    columns = [rewards[name] for name, weight in weights.items() if weight != 0]
+    columns = [rewards[name] for name, weight in weights.items() if weight != 0 and name in rewards]
     rows = {row for row in zip(*columns, strict=True) if all(map(math.isfinite, row))}
     return len(rows) < 2
 
