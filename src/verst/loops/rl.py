@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verst.algorithms import make_algorithm
 from verst.cluster.cluster import Cluster
 from verst.config.recipe import RlRecipe, gold_names
 from verst.loops.batch import Batch, make_batch, reward_weights
@@ -46,6 +47,8 @@ async def train_rl(recipe: RlRecipe, folder: RunFolder, *, quiet: bool = False, 
         source = PromptSource(recipe.prompts.train, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
         heldout = read_prompts(recipe.prompts.heldout)[: recipe.eval.num_prompts]
         check_prompts(recipe, source.prompts, heldout)
+        # One of the user's own is imported, or refused, before any process starts.
+        make_algorithm(recipe.algorithm, sampling=recipe.sampling, seed=recipe.run.seed)
         done = resume_point(folder)
         report.status("starting Ray, engine and trainer")
         with StopSignal() as stop:
