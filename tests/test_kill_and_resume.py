@@ -13,7 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from run_fixtures import final_tensors, learned, metric_rows, run_to_end, start_run, write_recipe
+from run_fixtures import WORDS, final_tensors, learned, metric_rows, run_to_end, start_run, write_recipe
+
+from verst.errors import CheckpointError
+from verst.trainer import checkpoint
 
 pytestmark = pytest.mark.ray
 
@@ -51,6 +54,56 @@ def test_ten_kills_change_no_bit(tmp_path: Path) -> None:
         code, output = run_to_end(recipe, *SIZE)
         assert code == 0, output
 
+    expected, got = final_tensors(calm / "runs" / "run"), final_tensors(run)
+    assert expected.keys() == got.keys()
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    assert [learned(row) for row in metric_rows(run)] == [learned(row) for row in metric_rows(calm / "runs" / "run")]
+
+
+DYNAMIC = (
+    "rollout.filters=[{type='zero_variance'}, {type='python', path='run_rewards:small_things', name='small'}]",
+    "rollout.dynamic={enabled=true, extra=1, staleness=1}",
+    "run.iterations=3",
+    "sampling.steps={type='window', size=1, low=0, high=2}",
+)
+
+
+def test_dynamic_sampling_goes_on_with_the_groups_it_had_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", here)
+    calm, stormy = tmp_path / "calm", tmp_path / "stormy"
+    recipes = []
+    for folder in (calm, stormy):
+        folder.mkdir()
+        recipes.append(write_recipe(folder))
+        rows = [{"prompt": word, **({"num_steps": 3, "width": 32} if i % 3 else {})} for i, word in enumerate(WORDS)]
+        (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, output = run_to_end(recipes[0], *DYNAMIC, f"prompts.train={calm / 'rows.jsonl'}")
+    assert code == 0, output
+    rows = metric_rows(calm / "runs" / "run")[1:]
+    assert [row["rollout/groups_kept"] for row in rows] == [1.0] * 3
+    assert [row["rollout/groups_used"] for row in rows] == [2.0] * 3
+    assert sum(row["rollout/filtered/small"] for row in rows) >= 2
+    assert [row["rollout/groups_cancelled"] + row["rollout/groups_missing"] for row in rows] == [0.0] * 3
+    assert rows[0]["policy/ratio_max_deviation"] == 0.0
+    assert rows[1]["policy/ratio_max_deviation"] > 0.0  # one of its groups was made by the weights before
+
+    changed = (*DYNAMIC, f"prompts.train={stormy / 'rows.jsonl'}")
+    run = stormy / "runs" / "run"
+    process = start_run(recipes[1], *changed)
+    _wait_until(lambda: len(metric_rows(run)) > 2 or process.poll() is not None, "two iterations")
+    process.kill()
+    process.communicate(timeout=60)
+    kept = checkpoint.published(run / "checkpoints")[-1]
+    assert len(json.loads((kept / "sampled" / "index.json").read_text())) == 1
+    payload = next((kept / "sampled").glob("*.msgpack"))
+    content = payload.read_bytes()
+    payload.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=rf"{payload.name} is not what was written"):
+        checkpoint.read_state(kept)
+    payload.write_bytes(content)
+    code, output = run_to_end(recipes[1], *changed)
+    assert code == 0, output
     expected, got = final_tensors(calm / "runs" / "run"), final_tensors(run)
     assert expected.keys() == got.keys()
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []

@@ -1,13 +1,9 @@
-"""Prompt files, the order of epochs, group filters and the seeds of samples (CPU-7)."""
-
-import math
+"""Prompt files, the order of epochs, and the seeds of samples (CPU-7)."""
 
 import pytest
 
-from verst.config.sections import NoFilter, ZeroVarianceFilter
 from verst.errors import PromptError
 from verst.flow.noise import derive_seed
-from verst.rollout.filters import filter_groups, has_zero_variance
 from verst.rollout.prompts import PromptSource, read_prompts
 
 
@@ -110,22 +106,3 @@ def test_cpu7_every_sample_has_a_seed_of_its_own_whatever_the_workers():
     assert alone == seeds(1) == seeds(2) == seeds(4)
     assert not set(alone.values()) & {derive_seed(8, "sample", 3, g, i) for g in range(48) for i in range(16)}
     assert all(0 <= seed < 2**63 for seed in alone.values())
-
-
-def test_zero_variance_filter():
-    nan = math.nan
-    groups = [
-        {"a": [0.5, 0.5], "b": [0.0, 1.0]},
-        {"a": [0.5, 0.5], "b": [0.25, 0.25]},
-        {"a": [0.5, nan], "b": [0.0, 1.0]},
-        {"a": [0.5, nan, 0.7], "b": [0.0, 1.0, 0.0]},
-        {"a": [nan, nan], "b": [nan, nan]},
-    ]
-    weights = {"a": 1.0, "b": 1.0}
-    result = filter_groups(ZeroVarianceFilter(), groups, weights)
-    assert result.keep == (True, False, False, True, False)
-    assert result.num_zero_variance == 3
-    watched = filter_groups(NoFilter(), groups, weights)
-    assert (watched.keep, watched.num_zero_variance) == ((True,) * 5, 3)
-    assert has_zero_variance(groups[0], {"a": 1.0, "b": 0.0})
-    assert filter_groups(ZeroVarianceFilter(), [], weights).keep == ()

@@ -175,10 +175,17 @@ class Group:
     prompt: str
     microgroups: tuple[Microgroup, ...]
     scores: tuple[Scores, ...]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns of the prompt's row."""
 
     @property
     def samples(self) -> tuple[Sample, ...]:
         return tuple(sample for microgroup in self.microgroups for sample in microgroup.samples)
+
+    @property
+    def weight_version(self) -> int:
+        """The weights that made it."""
+        return self.microgroups[0].samples[0].weight_version
 
     def rewards(self) -> dict[str, tuple[float, ...]]:
         """reward name -> one value a sample, in the order of `samples`."""

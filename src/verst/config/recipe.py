@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from verst.config import sections as s
 from verst.config.checks import divides, nearest_divisor, nearest_fit
+from verst.config.filters import check_filters
 from verst.config.rewards import is_group_wise
 from verst.config.rewards import reward_name as reward_name
 from verst.config.supervised import SftRecipe as SftRecipe
@@ -40,6 +41,7 @@ class RlRecipe(s.Section):
         divides(
             "trainer.steps_per_rollout", self.trainer.steps_per_rollout, "rollout.num_groups", self.rollout.num_groups
         )
+        check_filters(self.rollout.filters, self.rollout.dynamic, num_groups=self.rollout.num_groups)
         self._check_tiles()
         self._check_steps()
         self._check_reference()

@@ -34,8 +34,11 @@ from verst.config.basis import (
 )
 from verst.config.basis import Section as Section
 from verst.config.data import AutoencoderConfig as AutoencoderConfig
+from verst.config.filters import DynamicConfig as DynamicConfig
 from verst.config.filters import FilterConfig as FilterConfig
 from verst.config.filters import NoFilter as NoFilter
+from verst.config.filters import PythonFilter as PythonFilter
+from verst.config.filters import RewardRangeFilter as RewardRangeFilter
 from verst.config.filters import ZeroVarianceFilter as ZeroVarianceFilter
 from verst.config.rewards import AestheticReward as AestheticReward
 from verst.config.rewards import AvSyncReward as AvSyncReward
@@ -176,7 +179,7 @@ class SizedSamplingConfig(SamplingConfig):
 
 class PromptsConfig(Section):
     train: Path
-    """Prompts to train on: .txt (one a line), .jsonl or .csv (column `prompt`)."""
+    """Prompts to train on: .txt (one a line), .jsonl, .csv or .parquet (column `prompt`); docs/prompts.md."""
     heldout: Path
     """Prompts that are only evaluated."""
     shuffle: Flag = True
@@ -196,8 +199,10 @@ class RolloutConfig(Section):
     microgroup_size: PositiveInt
     """Samples of one engine request; divides group_size."""
     parsers: ParsersConfig = ParsersConfig()
-    filter: FilterConfig = ZeroVarianceFilter()
-    """Which groups are not trained on."""
+    filters: tuple[FilterConfig, ...] = (ZeroVarianceFilter(),)
+    """Which groups are not trained on; each group is dropped by the first filter that refuses it. [] = none."""
+    dynamic: DynamicConfig = DynamicConfig()
+    """Sampling until enough groups have passed the filters."""
 
 
 class TrainerConfig(Section):

@@ -10,7 +10,7 @@ from verst.algorithms.advantages import Advantages, advantages
 from verst.algorithms.base import ScoredGroup
 from verst.algorithms.pairs import PairBlock
 from verst.config.recipe import RlRecipe, reward_name
-from verst.rollout.filters import FilterResult, filter_groups
+from verst.rollout.filters import GroupFilters
 from verst.types import Group
 
 
@@ -21,7 +21,6 @@ class Batch:
     num_pairs: int
     """Pairs that count in the loss, over all steps."""
     advantages: Advantages
-    filtered: FilterResult
 
     @property
     def num_steps(self) -> int:
@@ -32,21 +31,27 @@ def reward_weights(recipe: RlRecipe) -> dict[str, float]:
     return {reward_name(reward): reward.weight for reward in recipe.rewards}
 
 
-def make_batch(recipe: RlRecipe, groups: Sequence[Group]) -> Batch:
-    """Advantages over complete groups, filter, the algorithm's pairs, and their share-out over optimizer steps and ranks."""
+def make_batch(recipe: RlRecipe, groups: Sequence[Group], dropped_by: Sequence[str | None] | None = None) -> Batch:
+    """Advantages over complete groups, the algorithm's pairs of those that stay, and their share-out over optimizer
+    steps and ranks.
+
+    dropped_by: for each group the filter that drops it; unset: the recipe's filters are asked.
+    """
+    if dropped_by is None:
+        filters = GroupFilters(recipe)
+        dropped_by = [filters.dropped_by(group) for group in groups]
     weights = reward_weights(recipe)
     rewards = {name: [group.rewards().get(name) for group in groups] for name in weights}
     config = recipe.algorithm.advantage
     result = advantages(
         rewards, weights, mixture=config.mixture, std=config.std, epsilon=config.epsilon, clamp=config.clamp
     )
-    filtered = filter_groups(recipe.rollout.filter, [group.rewards() for group in groups], weights)
     algorithm = make_algorithm(recipe.algorithm, sampling=recipe.sampling, seed=recipe.run.seed)
     scored = [
         ScoredGroup(group=group, advantages=values, mask=mask)
         for group, values, mask in zip(groups, result.values, result.mask, strict=True)
     ]
-    kept = [i for i, keep in enumerate(filtered.keep) if keep]
+    kept = [i for i, name in enumerate(dropped_by) if name is None]
     steps = [
         blocks
         for part in _split(kept, recipe.trainer.steps_per_rollout)
@@ -57,7 +62,6 @@ def make_batch(recipe: RlRecipe, groups: Sequence[Group]) -> Batch:
         shares=[[blocks[rank::ranks] or [blocks[0].masked()] for blocks in steps] for rank in range(ranks)],
         num_pairs=sum(block.num_pairs for blocks in steps for block in blocks),
         advantages=result,
-        filtered=filtered,
     )
 
 

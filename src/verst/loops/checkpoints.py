@@ -30,6 +30,7 @@ class _Pending:
     iteration: int
     state: Mapping[str, Any]
     best: int | None
+    files: Mapping[str, bytes]
 
 
 class Checkpoints:
@@ -40,11 +41,13 @@ class Checkpoints:
         self._pending: _Pending | None = None
         self._publishing: asyncio.Task[Path] | None = None
 
-    async def save(self, iteration: int, state: Mapping[str, Any], *, best: int | None) -> None:
-        """Take the checkpoint of `iteration` with this state of the driver."""
+    async def save(
+        self, iteration: int, state: Mapping[str, Any], *, best: int | None, files: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Take the checkpoint of `iteration` with this state of the driver, and these files of it."""
         await self.finish()
         await self._trainer.save(self._root, iteration)
-        pending = _Pending(iteration=iteration, state=state, best=best)
+        pending = _Pending(iteration=iteration, state=state, best=best, files=files or {})
         if self._config.async_save:
             self._pending = pending
         else:
@@ -77,7 +80,12 @@ class Checkpoints:
     def _publish(self, pending: _Pending) -> Callable[[], Path]:
         def publish() -> Path:
             return checkpoint.publish(
-                self._root, pending.iteration, pending.state, keep=self._config.keep, best=pending.best
+                self._root,
+                pending.iteration,
+                pending.state,
+                keep=self._config.keep,
+                best=pending.best,
+                files=pending.files,
             )
 
         return publish

@@ -28,8 +28,10 @@ from verst.flow.controller import make_transition
 from verst.loops.matrix import one_rank, sync_in_process
 from verst.loops.rl import wants_cuda
 from verst.loops.run_folder import stored_rl_recipe
-from verst.rollout.plan import MicrogroupTask, plan_rollout
+from verst.rollout.plan import MicrogroupTask, plan_group
 from verst.rollout.prompts import PromptSource
+from verst.rollout.sampler import position_after
+from verst.trainer.checkpoint import read_state
 from verst.trainer.export import find_checkpoint
 from verst.trainer.policies import step_distribution
 from verst.trainer.rl import DTYPES, RlTrainer
@@ -99,8 +101,10 @@ def explain_ratio(
         raise ConfigError(
             f"{run} trains with {recipe.algorithm.type} on clean samples: no step is recorded, so none has a ratio"
         )
-    task = _task_of(recipe, iteration, group, index)
+    if not 1 <= iteration <= recipe.run.iterations:
+        raise ConfigError(f"iteration {iteration} is not among 1..{recipe.run.iterations} of this run")
     checkpoint = None if iteration == 1 else find_checkpoint(run, str(iteration - 1))
+    task = _task_of(recipe, iteration, group, index, checkpoint)
     device = torch.device("cuda" if wants_cuda(recipe) else "cpu")
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
@@ -129,17 +133,19 @@ def explain_ratio(
     )
 
 
-def _task_of(recipe: RlRecipe, iteration: int, group: int, index: int) -> MicrogroupTask:
-    if not 1 <= iteration <= recipe.run.iterations:
-        raise ConfigError(f"iteration {iteration} is not among 1..{recipe.run.iterations} of this run")
+def _task_of(recipe: RlRecipe, iteration: int, group: int, index: int, checkpoint: Path | None) -> MicrogroupTask:
+    """checkpoint: of the iteration before, which says where among the prompts the rollout began."""
+    rollout = recipe.rollout
+    groups = (rollout.dynamic.max_groups or 4 * rollout.num_groups) if rollout.dynamic.enabled else rollout.num_groups
+    if not (0 <= group < groups and 0 <= index < rollout.group_size):
+        raise ConfigError(
+            f"iteration {iteration} has no sample {group}.{index}: groups are 0..{groups - 1}, samples "
+            f"0..{rollout.group_size - 1}"
+        )
     source = PromptSource(recipe.prompts.train, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
-    for task in plan_rollout(recipe, source, iteration - 1):
-        if task.group == group and index in [key.index for key in task.keys]:
-            return task
-    raise ConfigError(
-        f"iteration {iteration} has no sample {group}.{index}: groups are 0..{recipe.rollout.num_groups - 1}, samples "
-        f"0..{recipe.rollout.group_size - 1}"
-    )
+    first = 0 if checkpoint is None else position_after(recipe, read_state(checkpoint))
+    tasks = plan_group(recipe, source.at(first + group), rollout=iteration - 1, group=group)
+    return tasks[index // rollout.microgroup_size]
 
 
 def _generate(worker: Worker, task: MicrogroupTask, *, before_step: Callable[[], None] = lambda: None) -> Microgroup:

@@ -9,7 +9,6 @@ is taken after that, so that a resumed run repeats nothing and skips nothing.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,9 +28,11 @@ from verst.loops.stop import Interrupted, StopSignal
 from verst.loops.watch import Watch, gold_metrics
 from verst.obs.images import padded
 from verst.obs.metrics import mean_of_finite, read_metrics
-from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, StageSeconds, assemble, in_prompt_order
-from verst.rollout.plan import plan_evaluation, plan_rollout
+from verst.rollout.filters import GroupFilters, has_zero_variance, weighted_sums
+from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, in_prompt_order
+from verst.rollout.plan import plan_evaluation
 from verst.rollout.prompts import Prompt, PromptSource, read_prompts
+from verst.rollout.sampler import Rollout, Sampler
 from verst.trainer import checkpoint
 from verst.trainer.rl import UpdateMetrics
 from verst.types import Group
@@ -47,13 +48,15 @@ async def train_rl(recipe: RlRecipe, folder: RunFolder, *, quiet: bool = False, 
         source = PromptSource(recipe.prompts.train, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
         heldout = read_prompts(recipe.prompts.heldout)[: recipe.eval.num_prompts]
         check_prompts(recipe, source.prompts, heldout)
-        # One of the user's own is imported, or refused, before any process starts.
+        # What is the user's own is imported, or refused, before any process starts.
         make_algorithm(recipe.algorithm, sampling=recipe.sampling, seed=recipe.run.seed)
-        done = resume_point(folder)
+        filters = GroupFilters(recipe)
+        saved = resume_point(folder)
         report.status("starting Ray, engine and trainer")
         with StopSignal() as stop:
             async with Cluster(recipe, cuda=wants_cuda(recipe)) as cluster:
-                await Run(recipe, folder, report, cluster, source, heldout).to_the_end(stop, done, until)
+                run = Run(recipe, folder, report, cluster, source, heldout, filters)
+                await run.to_the_end(stop, saved, until)
     finally:
         report.close()
 
@@ -69,6 +72,7 @@ class Run:
         cluster: Cluster,
         source: PromptSource,
         heldout: list[Prompt],
+        filters: GroupFilters,
     ) -> None:
         self._recipe = recipe
         self._folder = folder
@@ -80,42 +84,43 @@ class Run:
         self._watch = Watch(recipe, score_gold=cluster.score_gold)
         engines = cluster.engines
         stages: dict[str, Any] = {"generate": engines.generate, "parse": cluster.parse, "check": engines.check}
-        self._pipeline = Pipeline(**stages, score=cluster.score, on_span=report.span)
+        keep = recipe.rollout.dynamic.staleness > 0
+        pipeline = Pipeline(**stages, score=cluster.score, on_span=report.span, keep_payloads=keep)
+        self._sampler = Sampler(recipe, source, pipeline, filters, weight_version=lambda: engines.weight_version)
         self._evaluation = Pipeline(**stages, score=cluster.score_all, on_span=report.span)
 
-    async def to_the_end(self, stop: StopSignal, done: int | None, until: int | None = None) -> None:
-        """done: the iteration of the newest checkpoint; None for a new run."""
+    async def to_the_end(self, stop: StopSignal, saved: Mapping[str, Any] | None, until: int | None = None) -> None:
+        """saved: the run state of the newest checkpoint; None for a new run."""
         recipe = self._recipe
         self._folder.write_processes(await self._cluster.pids())
         self._report.status(self._cluster.sync_choice)
         await ask_engine(recipe, self._cluster.engines, self._source.prompts, self._heldout)
-        is_new = done is None
-        done = await self._resume(done)
+        done = await self._resume(saved)
         await self._sync(done)
-        ended = await self._complete(0, {}) if is_new else None
+        ended = await self._complete(0, {}) if saved is None else None
         for iteration in range(done + 1, (until or recipe.run.iterations) + 1):
             if ended or stop.requested:
                 break
             await self._checkpoints.poll()
             started = time.perf_counter()
             try:
-                tasks = plan_rollout(recipe, self._source, iteration - 1)
-                scored, seconds = await stop.unless_stopped(self._pipeline.run(tasks))
+                rollout = await stop.unless_stopped(self._sampler.rollout(iteration - 1))
             except Interrupted:
                 break
-            batch = make_batch(recipe, groups := assemble(scored, group_size=recipe.rollout.group_size))
+            batch = make_batch(recipe, rollout.groups, rollout.dropped_by)
             (update, train_s), seen = await asyncio.gather(
-                self._update(batch), self._watch.observe(iteration, groups, scored)
+                self._update(batch), self._watch.observe(iteration, rollout.groups, rollout.scored)
             )
             sync, sync_s = await self._sync(iteration)
             done = iteration
             metrics = {
-                **reward_metrics(recipe, groups, batch),
+                **reward_metrics(recipe, rollout.groups, batch),
+                **rollout.metrics,
                 **seen,
                 **update_metrics(update, batch, recipe),
                 **sync,
                 **self._cluster.reward_metrics(),
-                **perf_metrics(seconds, len(groups) * recipe.rollout.group_size, train_s, sync_s),
+                **perf_metrics(rollout, recipe.rollout.group_size, train_s, sync_s),
                 "perf/iteration_s": time.perf_counter() - started,
             }
             ended = await self._complete(done, metrics)
@@ -137,24 +142,29 @@ class Run:
         return verdict.stop
 
     async def _roll_back(self, iteration: int, *, version: int) -> None:
-        """Weights, optimizer and averages of an earlier iteration, into engines too; the run's numbers go on."""
+        """Weights, optimizer and averages of an earlier iteration, into engines too; the run's numbers go on.
+
+        Groups that were kept are of weights that are gone.
+        """
         await self._checkpoints.finish()
         folder = checkpoint.step_folder(self._folder.checkpoints, iteration)
-        self._report.status(f"rolling back to {folder}")
+        self._report.status(f"rolling back to {folder}; {self._sampler.forget()} kept groups are dropped")
         checkpoint.read_state(folder)
         await self._cluster.trainer.load(folder)
         await self._cluster.trainer.scale_lr(self._watch.lr_scale)
         await self._sync(version)
 
-    async def _resume(self, done: int | None) -> int:
-        """Load the checkpoint of iteration `done` into the trainer; where the run then stands."""
-        if done is not None:
+    async def _resume(self, saved: Mapping[str, Any] | None) -> int:
+        """Load the newest checkpoint into trainer and sampler; the iteration at which the run then stands."""
+        done = None if saved is None else int(saved["iteration"])
+        if saved is not None and done is not None:
             latest = checkpoint.step_folder(self._folder.checkpoints, done)
             self._report.status(f"loading {latest}")
             await self._cluster.trainer.load(latest)
+            await self._sampler.restore(saved, latest, self._cluster.parse)
         self._report.resume_at(-1 if done is None else done)
-        saved = [checkpoint.iteration_of(folder) for folder in checkpoint.published(self._folder.checkpoints)]
-        self._watch.resume(read_metrics(self._folder.metrics), saved)
+        kept = [checkpoint.iteration_of(folder) for folder in checkpoint.published(self._folder.checkpoints)]
+        self._watch.resume(read_metrics(self._folder.metrics), kept)
         await self._cluster.trainer.scale_lr(self._watch.lr_scale)
         return done or 0
 
@@ -196,7 +206,8 @@ class Run:
     async def _save(self, iteration: int) -> None:
         self._report.status(f"saving checkpoint of iteration {iteration}")
         state = {"iteration": iteration, "weight_version": iteration, "recipe": dump(self._recipe)}
-        await self._checkpoints.save(iteration, state, best=self._watch.best)
+        state["sampler"] = self._sampler.state()
+        await self._checkpoints.save(iteration, state, best=self._watch.best, files=self._sampler.files())
 
     async def _end(self, done: int, ended: str | None) -> None:
         """ended: why the watch ended the run."""
@@ -211,17 +222,17 @@ class Run:
         self._report.finish(done, early=done < self._recipe.run.iterations, why=ended)
 
 
-def resume_point(folder: RunFolder) -> int | None:
-    """The iteration of the newest checkpoint, every file of it verified before any process starts; None without one."""
+def resume_point(folder: RunFolder) -> dict[str, Any] | None:
+    """The run state of the newest checkpoint, every file of it verified before any process starts; None without one."""
     latest = folder.latest()
-    return None if latest is None else int(checkpoint.read_state(latest)["iteration"])
+    return None if latest is None else checkpoint.read_state(latest)
 
 
 def wants_cuda(recipe: RlRecipe) -> bool:
     return recipe.run.device == "cuda" or (recipe.run.device == "auto" and torch.cuda.is_available())
 
 
-def reward_metrics(recipe: RlRecipe, groups: list[Group], batch: Batch) -> dict[str, float]:
+def reward_metrics(recipe: RlRecipe, groups: Sequence[Group], batch: Batch) -> dict[str, float]:
     """Of the training samples of one rollout; masked ones count in no mean."""
     weights = reward_weights(recipe)
     scores = [group.rewards() for group in groups]
@@ -238,7 +249,7 @@ def reward_metrics(recipe: RlRecipe, groups: list[Group], batch: Batch) -> dict[
         "reward/num_failures": float(sum(scores.num_failures for group in groups for scores in group.scores)),
         "rollout/groups": float(len(groups)),
         "rollout/samples": float(len(total)),
-        "rollout/zero_variance_groups": float(batch.filtered.num_zero_variance),
+        "rollout/zero_variance_groups": float(sum(has_zero_variance(g.rewards(), weights) for g in groups)),
     }
 
 
@@ -255,8 +266,9 @@ def update_metrics(update: UpdateMetrics | None, batch: Batch, recipe: RlRecipe)
     }
 
 
-def perf_metrics(seconds: StageSeconds, num_samples: int, train_s: float, sync_s: float) -> dict[str, float]:
+def perf_metrics(rollout: Rollout, group_size: int, train_s: float, sync_s: float) -> dict[str, float]:
     """generate and reward overlap: rollout is their wall time, the rest of it after the last generation is reward's."""
+    seconds, num_samples = rollout.seconds, rollout.metrics["rollout/groups_sampled"] * group_size
     return {
         "perf/rollout_s": seconds.total,
         "perf/generate_s": seconds.last_generated,
@@ -265,15 +277,6 @@ def perf_metrics(seconds: StageSeconds, num_samples: int, train_s: float, sync_s
         "perf/sync_s": sync_s,
         "perf/samples_per_s": num_samples / seconds.total,
     }
-
-
-def weighted_sums(by_reward: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:
-    """One a sample, over the rewards of weight other than 0 that apply (0 * NaN is NaN: one that is only watched must not
-    mask a sample); NaN where one of them is, or where none applies."""
-    columns = [np.array(by_reward[name]) * weight for name, weight in weights.items() if weight and name in by_reward]
-    if not columns:
-        return [math.nan] * len(next(iter(by_reward.values()), ()))
-    return [float(value) for value in np.sum(columns, axis=0)]
 
 
 def heldout_rewards(recipe: RlRecipe, scored: list[ScoredMicrogroup]) -> dict[str, list[float]]:

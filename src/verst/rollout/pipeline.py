@@ -42,17 +42,28 @@ class ScoredMicrogroup:
     task: MicrogroupTask
     microgroup: Microgroup
     scores: Scores
+    payload: bytes | None = None
+    """The engine's answer as it came, where the pipeline keeps it."""
 
 
 class Pipeline:
     def __init__(
-        self, *, generate: Generate, parse: Parse, check: Check, score: Score, on_span: OnSpan | None = None
+        self,
+        *,
+        generate: Generate,
+        parse: Parse,
+        check: Check,
+        score: Score,
+        on_span: OnSpan | None = None,
+        keep_payloads: bool = False,
     ) -> None:
+        """keep_payloads: for microgroups that may have to outlive the process."""
         self._generate = generate
         self._parse = parse
         self._check = check
         self._score = score
         self._on_span = on_span
+        self._keep_payloads = keep_payloads
 
     async def run(self, tasks: Sequence[MicrogroupTask]) -> tuple[list[ScoredMicrogroup], StageSeconds]:
         """Every task's microgroup, scored, in the order of `tasks`. Raises the first failure by itself."""
@@ -73,7 +84,8 @@ class Pipeline:
         microgroup = await self._timed("deserialize", task, stages, self._parse(payload, task.keys))
         self._check(task, microgroup)
         scores = await self._timed("reward", task, stages, self._score(task, microgroup))
-        return ScoredMicrogroup(task=task, microgroup=microgroup, scores=scores)
+        kept = payload if self._keep_payloads else None
+        return ScoredMicrogroup(task=task, microgroup=microgroup, scores=scores, payload=kept)
 
     async def _timed(self, stage: str, task: MicrogroupTask, stages: dict[str, float], work: Awaitable[Any]) -> Any:
         start, wall = time.perf_counter(), time.time()
@@ -126,6 +138,7 @@ def assemble(scored: Sequence[ScoredMicrogroup], *, group_size: int) -> list[Gro
                 prompt=items[0].task.prompts[0],
                 microgroups=tuple(item.microgroup for item in items),
                 scores=tuple(item.scores for item in items),
+                metadata=items[0].task.metadata[0],
             )
         )
     return groups

@@ -127,17 +127,29 @@ class BackgroundSaver:
             self._running = None
 
 
-def publish(root: Path, iteration: int, state: Mapping[str, Any], *, keep: int, best: int | None = None) -> Path:
+def publish(
+    root: Path,
+    iteration: int,
+    state: Mapping[str, Any],
+    *,
+    keep: int,
+    best: int | None = None,
+    files: Mapping[str, bytes] | None = None,
+) -> Path:
     """Make the partial checkpoint of `iteration` the newest one; drop all but the newest `keep` and the best.
 
     best: the iteration of the best checkpoint, this one or an older one; `best_folder` finds it from then on.
+    files: path in the checkpoint -> content, of what else belongs to it.
     """
     partial, final = partial_folder(root, iteration), step_folder(root, iteration)
     with _explained(partial):
+        for name, content in (files or {}).items():
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            (partial / name).write_bytes(content)
         (partial / _STATE).write_text(json.dumps(state, indent=1))
-        files = sorted(p for p in partial.rglob("*") if p.is_file())
-        entries = {str(p.relative_to(partial)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files}
-        for path in files:
+        written = sorted(p for p in partial.rglob("*") if p.is_file())
+        entries = {str(p.relative_to(partial)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in written}
+        for path in written:
             _sync(path)
         (partial / _MANIFEST).write_text(json.dumps({"iteration": iteration, "files": entries}, indent=1))
         _sync(partial / _MANIFEST)
