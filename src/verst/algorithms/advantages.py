@@ -58,7 +58,9 @@ def advantages(
     edges = np.cumsum([0, *sizes])
     groups = [slice(int(a), int(b)) for a, b in itertools.pairwise(edges)]
     weighted = {name: w for name, w in weights.items() if w != 0}
-    applies = {name: np.repeat([g is not None for g in rewards[name]], sizes) for name in weighted}
+    # bool by name: without any group numpy would take floats.
+    there = {name: np.array([g is not None for g in rewards[name]], dtype=bool) for name in weighted}
+    applies = {name: np.repeat(column, sizes) for name, column in there.items()}
     flat = {name: _column(rewards[name], sizes) for name in weighted}
     finite = np.ones(int(edges[-1]), dtype=bool)
     for name, column in flat.items():
