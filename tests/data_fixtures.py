@@ -21,7 +21,7 @@ def write_picture(path: Path, *, height: int = 40, width: int = 40, seed: int = 
 def write_clip(
     path: Path, *, frames: int = 12, fps: int = 24, height: int = 32, width: int = 32, sound_s: float | None = None
 ) -> Path:
-    """Frame i is of grey level 15 i; sound: a stereo tone in AAC."""
+    """Frame i is of grey level 15 i (modulo 256); sound: a stereo tone in AAC."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(path, "w") as container:
         video: Any = container.add_stream("mpeg4", rate=fps)
@@ -31,7 +31,7 @@ def write_clip(
             audio = container.add_stream("aac", rate=16000)
             audio.layout = "stereo"
         for index in range(frames):
-            frame = av.VideoFrame.from_ndarray(np.full((height, width, 3), 15 * index, np.uint8))
+            frame = av.VideoFrame.from_ndarray(np.full((height, width, 3), 15 * index % 256, np.uint8))
             container.mux(video.encode(frame))
         container.mux(video.encode(None))
         if audio is not None and sound_s is not None:

@@ -87,13 +87,20 @@ class FilesData(Section):
     """Batches that are read and encoded ahead, by a thread, while others train; 0 = none."""
 
 
+class MakeDigits(Section):
+    prompts: Path
+    """What to draw, one a line."""
+    num: PositiveInt = 1024
+    """Pictures, or pairs of them; one a line, from the start again where there are fewer lines."""
+
+
 class FolderData(FilesData):
     type: Literal["folder"] = "folder"
     """Pictures and clips with captions: x.txt beside x.jpg, or a metadata.jsonl, captions.jsonl or metadata.csv."""
     path: Path
     """The folder; subfolders count."""
-    make: Literal["glyphs"] | None = None
-    """Draw this small set of digits into `path` when the folder is missing."""
+    make: MakeDigits | None = None
+    """Draw these short lines into `path` when the folder is missing."""
 
 
 class ManifestData(FilesData):
@@ -131,8 +138,8 @@ class PreferenceData(FilesData):
     """Column with the path of the better one."""
     rejected: str = "rejected"
     """Column with the path of the worse one."""
-    make: Literal["glyph_pairs"] | None = None
-    """Draw this small set of pairs beside `path` when the table is missing."""
+    make: MakeDigits | None = None
+    """Draw pairs of these lines of digits, readable and spoilt, beside `path` when the table is missing."""
 
 
 DataConfig = TextLinesData | FolderData | ManifestData | WebDatasetData | PreferenceData

@@ -16,7 +16,7 @@ from verst.data.items import Item
 from verst.data.media import Probe, load_picture, probe
 from verst.data.order import Order
 from verst.data.sources import read_items
-from verst.errors import ConfigError, DataError, RequestError
+from verst.errors import ConfigError, DataError, PromptError, RequestError
 from verst.families import Components
 from verst.families.base import ANY_IMAGES, SOME_IMAGES, SamplingDefaults
 from verst.flow.noise import derive_seed
@@ -119,6 +119,14 @@ class FileDataset:
         pairs = zip(batch.items, captions, strict=True)
         parts = [self._encoder.condition(item, caption, batch.bucket) for item, caption in pairs]
         return join_condition(parts, self._components.device)
+
+    def check_empty_caption(self) -> None:
+        """Raises ConfigError for a model that has no way to say nothing, before the first dropped caption comes."""
+        bucket, items = next(iter(self._items.items()))
+        try:
+            self._encoder.condition(items[0], "", bucket)
+        except PromptError as error:
+            raise ConfigError(f"algorithm.caption_dropout: {error}; set it to 0") from None
 
     def _place(
         self, items: Sequence[Item], buckets: Sequence[Bucket], config: FilesData

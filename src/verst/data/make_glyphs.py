@@ -1,6 +1,6 @@
-"""Small data that verst draws itself: digits with captions, and pairs of which one shows the wrong digits.
+"""Small data that verst draws itself: lines of digits with captions, and pairs of which one is spoilt.
 
-The same bytes on any machine: digits, fonts and places follow from fixed seeds, and the fonts come with matplotlib.
+The same bytes on any machine: fonts and places follow from fixed seeds, and the fonts come with matplotlib.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image, ImageFilter
@@ -17,30 +17,27 @@ from verst.data.text_lines import TextLines
 
 _FONTS = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSerif.ttf", "DejaVuSansMono.ttf")
 _HEIGHT, _WIDTH = 32, 64
-_NUM_PICTURES, _NUM_PAIRS = 1024, 512
 
 
-def make_glyphs(folder: Path) -> None:
-    """A folder of pictures of four digits with x.txt beside x.png; it appears whole, by one rename."""
+def make_glyphs(folder: Path, texts: Sequence[str]) -> None:
+    """A folder of one picture a text with x.txt beside x.png; it appears whole, by one rename."""
     partial, rng = _partial(folder), random.Random("verst glyphs")
     lines = TextLines([], _FONTS, height=_HEIGHT, width=_WIDTH)
-    for number in range(_NUM_PICTURES):
-        text = f"{rng.randrange(10_000):04d}"
+    for number, text in enumerate(texts):
         Image.fromarray(lines.draw(text, rng)).save(partial / f"{number:04d}.png")
         (partial / f"{number:04d}.txt").write_text(text + "\n")
     partial.rename(folder)
 
 
-def make_glyph_pairs(table: Path) -> None:
-    """`table` (.jsonl) and a folder of its name: of each prompt a readable picture and a spoilt one.
+def make_glyph_pairs(table: Path, texts: Sequence[str]) -> None:
+    """`table` (.jsonl) and a folder of its name: of each text a readable picture and a spoilt one.
 
     Half of the spoilt ones show two other digits, half are blurred.
     """
     folder = table.with_suffix("")
     partial, rng = _partial(folder), random.Random("verst glyph pairs")
     lines, rows = TextLines([], _FONTS, height=_HEIGHT, width=_WIDTH), []
-    for number in range(_NUM_PAIRS):
-        text = f"{rng.randrange(10_000):04d}"
+    for number, text in enumerate(texts):
         good = Image.fromarray(lines.draw(text, rng))
         if number % 2:
             bad = Image.fromarray(lines.draw(_other_digits(text, rng), rng))
@@ -73,7 +70,3 @@ def _other_digits(text: str, rng: random.Random) -> str:
     for place in rng.sample(range(len(text)), 2):
         changed[place] = str((int(text[place]) + rng.randrange(1, 10)) % 10)
     return "".join(changed)
-
-
-MAKERS: dict[str, Callable[[Path], None]] = {"glyphs": make_glyphs, "glyph_pairs": make_glyph_pairs}
-"""`data.make` -> what draws it."""

@@ -9,7 +9,7 @@ from typing import Any
 from verst.config.data import FolderData, ManifestData, PreferenceData, WebDatasetData
 from verst.data.bad_files import BadFiles
 from verst.data.items import IMAGES, SOUNDS, VIDEOS, FileRef, Item
-from verst.data.make_glyphs import MAKERS
+from verst.data.make_glyphs import make_glyph_pairs, make_glyphs
 from verst.data.shards import read_shards
 from verst.data.tables import Row, Table, read_table
 from verst.errors import DataError
@@ -20,12 +20,25 @@ _CAPTION_COLUMNS = ("text", "caption", "prompt")
 
 def read_items(config: Any, bad: BadFiles) -> list[Item]:
     """The items of a source, sorted by key; what cannot be one goes to `bad`. Raises DataError."""
-    if getattr(config, "make", None) is not None and not config.path.exists():
-        MAKERS[config.make](config.path)
+    _make_missing(config)
     items = sorted(_READERS[type(config)](config, bad), key=lambda item: item.key)
     if not items:
         raise DataError(f"data.type = {config.type}: no usable item was found{_count(bad)}")
     return items
+
+
+def _make_missing(config: Any) -> None:
+    """Raises DataError where there is nothing to draw."""
+    if not isinstance(config, FolderData | PreferenceData) or config.make is None or config.path.exists():
+        return
+    draw = make_glyphs if isinstance(config, FolderData) else make_glyph_pairs
+    try:
+        lines = [line.strip() for line in config.make.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"data.make.prompts = {str(config.make.prompts)!r} cannot be read: {error}") from None
+    if not lines:
+        raise DataError(f"data.make.prompts = {str(config.make.prompts)!r} has no lines")
+    draw(config.path, [lines[number % len(lines)] for number in range(config.make.num)])
 
 
 def _count(bad: BadFiles) -> str:

@@ -52,6 +52,7 @@ class SftRun:
         self.components = load_model(recipe, self._device)
         self.source = open_source(recipe, self.components, folder.path, captions)
         check_prompts(recipe, self.components, [*(captions or self.source.captions), *(p.text for p in prompts)])
+        refuse_shared(recipe, self.source.captions)
         trained = trained_modules(self.components, recipe)
         self.trainer = Trainer(trained, recipe.trainer, total_steps=recipe.run.iterations)
         self.loss = LOSSES[type(recipe.algorithm)](recipe, self.components, self.trainer)

@@ -101,6 +101,8 @@ def open_source(recipe: SftRecipe, components: Components, folder: Path, caption
         encoder=encoder,
         caches=list(caches.values()),
     )
+    if recipe.algorithm.caption_dropout > 0 and not recipe.trainer.train_text_encoders:
+        files.check_empty_caption()
     batches = FileBatches(components, files, recipe, bad)
     return Source(recipe=recipe, components=components, batches=batches, files=files, bad=bad)
 
@@ -122,14 +124,15 @@ def read_heldout(recipe: SftRecipe) -> list[Prompt]:
 
 
 def refuse_shared(recipe: SftRecipe, captions: Sequence[str]) -> None:
-    """Raises PromptError when a caption that is drawn is among the held-out prompts, scored or not."""
-    if recipe.prompts is None or not isinstance(recipe.data, TextLinesData):
+    """Raises PromptError when a caption that is trained on is among the held-out prompts, scored or not."""
+    if recipe.prompts is None:
         return
     shared = sorted(set(captions) & {prompt.text for prompt in read_prompts(recipe.prompts.heldout)})
     if shared:
+        where = f"drawn from {recipe.data.prompts}" if isinstance(recipe.data, TextLinesData) else "captions of [data]"
         raise PromptError(
-            f"{len(shared)} held-out prompts of {recipe.prompts.heldout} are also drawn from {recipe.data.prompts}, "
-            f"e.g. {shared[0]!r}: their reward would say nothing"
+            f"{len(shared)} held-out prompts of {recipe.prompts.heldout} are also {where}, e.g. {shared[0]!r}: their "
+            "reward would say nothing"
         )
 
 
