@@ -359,12 +359,12 @@ def train_step(case: Case, module: nn.Module, microgroup: Microgroup, options: O
             p.data = p.data.float()
     for model in adaptable(module):
         model.enable_gradient_checkpointing()
-    mesh = join_mesh(
+    layout = join_mesh(
         rank=0, world_size=1, store=open_store("127.0.0.1", 0, rank=0, world_size=1), device=options.device
     )
     try:
-        shard(module, blocks=case.family.fsdp_blocks, mesh=mesh, compute_dtype=torch.bfloat16)
-        core = Trainer({"transformer": module}, recipe.trainer, total_steps=2, mesh=mesh)
+        shard(module, blocks=case.family.fsdp_blocks, mesh=layout.fsdp, compute_dtype=torch.bfloat16)
+        core = Trainer({"transformer": module}, recipe.trainer, total_steps=2, layout=layout)
         policies = TrainerPolicies(
             family=case.family,
             live=module,

@@ -134,7 +134,7 @@ def _sender(store: Any, rank: int, *, ranks: int) -> CollectiveSender:
 def trainer_rank(rank: int, folder: Path, model: Path) -> None:
     """One of two FSDP2 ranks: publishes and sends every version, and notes the digest."""
     store = _store(rank, folder, ranks=2)
-    mesh = join_mesh(rank=rank, world_size=2, store=store, device=CPU)
+    mesh = join_mesh(rank=rank, world_size=2, store=store, device=CPU).fsdp
     module = base_module(model).requires_grad_(True)
     values = {version: tensors_of(module, seed=version) for version in VERSIONS}
     shard(module, blocks=recognise(model).fsdp_blocks, mesh=mesh, compute_dtype=torch.float32)

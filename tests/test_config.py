@@ -72,7 +72,7 @@ VALUES = [
     ("trainer.ema_decay=1.0", "trainer.ema_decay = 1.0: input should be less than 1"),
     ("trainer.betas=[0.9]", "trainer.betas.1 is missing"),
     ("trainer={}", "trainer.tile_size is missing"),
-    ("trainer=8", "trainer = 8 must be a table with keys such as ranks, tile_size"),
+    ("trainer=8", "trainer = 8 must be a table with keys such as ranks, parallel"),
     ("rollout.num_groups=-8", "rollout.num_groups = -8: input should be greater than 0"),
     ("run.iterations=1.5", "run.iterations = 1.5: input should be a valid integer"),
     ("run.iterations=true", "run.iterations = True: input should be a valid integer"),
@@ -139,6 +139,39 @@ def test_mistakes_are_refused_with_key_value_and_remedy(override, message):
         load_recipe(GRPO, [override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value), "one mistake, one line"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("trainer.parallel.ulysses=2",),
+            "trainer.parallel.ulysses = 2 does not divide trainer.ranks = 1; nearest that does: 1",
+        ),
+        (
+            ("trainer.ranks=6", "trainer.parallel={ring=3, ulysses=6}"),
+            "ring = 3, ulysses = 6; nearest that is: ranks = 18",
+        ),
+        (
+            ("trainer.ranks=8", "trainer.parallel={replicate=2, shard=2}"),
+            "replicate = 2, shard = 2, ring = 1, ulysses = 1; nearest that is: ranks = 4",
+        ),
+        (
+            ("trainer.ranks=48", "trainer.parallel.ulysses=4"),
+            "trainer.ranks = 48 / 4 ranks of one sequence = 12 does not divide the 8 microgroups",
+        ),
+    ],
+)
+def test_degrees_that_do_not_make_up_the_ranks(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(GRPO, overrides)
+    assert message in str(caught.value)
+
+
+def test_ranks_of_one_sequence_share_their_samples() -> None:
+    trainer = load_recipe(GRPO, ("trainer.ranks=8", "trainer.parallel={replicate=2, ulysses=2}")).trainer
+    assert trainer.data_ranks == 4
+    assert [trainer.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 SFT_MISTAKES = [

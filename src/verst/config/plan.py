@@ -39,7 +39,7 @@ def batch_plan(recipe: RlRecipe) -> BatchPlan:
         trained = recipe.algorithm.num_levels(recipe.sampling.num_steps)
     pairs = rollout.num_groups * recipe.algorithm.trained_samples(rollout.group_size) * trained
     per_step = pairs // trainer.steps_per_rollout
-    per_rank = per_step // trainer.ranks
+    per_rank = per_step // trainer.data_ranks
     return BatchPlan(
         num_groups=rollout.num_groups,
         group_size=rollout.group_size,

@@ -61,7 +61,7 @@ class RlRecipe(s.Section):
         return self
 
     def _check_tiles(self) -> None:
-        tile, micro, ranks = self.trainer.tile_size, self.rollout.microgroup_size, self.trainer.ranks
+        tile, micro, ranks = self.trainer.tile_size, self.rollout.microgroup_size, self.trainer.data_ranks
         own = self.algorithm.own_block_size
         if own is not None:
             # How many blocks there are depends on the rewards, so ranks may differ by one.
@@ -78,10 +78,12 @@ class RlRecipe(s.Section):
             )
         microgroups = self.rollout.num_groups * self.rollout.group_size // micro // self.trainer.steps_per_rollout
         if microgroups % ranks:
+            sequence = self.trainer.parallel.sequence
+            shared = f" / {sequence} ranks of one sequence = {ranks}" if sequence > 1 else ""
             raise ConfigError(
-                f"trainer.ranks = {ranks} does not divide the {microgroups} microgroups of an optimizer step "
-                "(rollout.num_groups x rollout.group_size / rollout.microgroup_size / trainer.steps_per_rollout); "
-                f"nearest that does: {nearest_divisor(ranks, microgroups)}"
+                f"trainer.ranks = {self.trainer.ranks}{shared} does not divide the {microgroups} microgroups of an "
+                "optimizer step (rollout.num_groups x rollout.group_size / rollout.microgroup_size / "
+                f"trainer.steps_per_rollout); nearest that does: {nearest_divisor(ranks, microgroups) * sequence}"
             )
 
     def _check_steps(self) -> None:

@@ -19,6 +19,7 @@ from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.latent_stats import denormalised, normalised
 from verst.families.loading import config_of, index_of, load_components
 from verst.families.ranks import max_over_ranks
+from verst.families.sequence import Along, Attention, Blocks, SequencePlan
 from verst.families.sizes import check_pixels
 from verst.families.video import check_frames, euler_on_flow_sigmas, module_dtype, to_clip, to_pixels, whole_timesteps
 from verst.flow.guidance import classifier_free
@@ -65,6 +66,28 @@ class Cosmos3:
         "mlp_moe_gen.gate_proj", "mlp_moe_gen.up_proj", "mlp_moe_gen.down_proj",
     )  # fmt: skip
     fsdp_blocks: tuple[str, ...] = ("Cosmos3VLTextMoTDecoderLayer",)
+    sequence_plan: SequencePlan = SequencePlan(
+        blocks=(
+            Blocks(
+                path="layers",
+                tokens=("und_seq", "gen_seq"),
+                returns=("und_seq", "gen_seq"),
+                dim=0,
+                along={
+                    "rotary_emb": tuple(
+                        Along(of=(name,), dim=0) for name in ("und_seq", "und_seq", "gen_seq", "gen_seq")
+                    )
+                },
+                attention={
+                    "self_attn": (
+                        Attention(query=("und_seq",), key=("und_seq",)),
+                        Attention(query=("gen_seq",), key=("und_seq", "gen_seq")),
+                    )
+                },
+            ),
+        ),
+        ring="reads its text causally",
+    )
     # Any scale but 1 is guidance, also one below.
     unguided_scale: float = -1.0
     num_images: int = 0

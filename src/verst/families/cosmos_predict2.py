@@ -15,6 +15,7 @@ from verst.errors import ModelError, RequestError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.latent_stats import denormalised, normalised
 from verst.families.loading import config_of, load_components
+from verst.families.sequence import Along, Blocks, SequencePlan, self_attention
 from verst.families.sizes import check_pixels
 from verst.families.video import check_frames, euler_on_flow_sigmas, module_dtype, to_clip, to_pixels
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
@@ -44,6 +45,22 @@ class CosmosPredict2:
     streams: tuple[str, ...] = ("visual",)
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
     fsdp_blocks: tuple[str, ...] = ("CosmosTransformerBlock",)
+    sequence_plan: SequencePlan = SequencePlan(
+        blocks=(
+            Blocks(
+                path="transformer_blocks",
+                tokens=("hidden_states",),
+                returns=("hidden_states",),
+                along={
+                    "embedded_timestep": Along(of=("hidden_states",), dim=1, ndim=3),
+                    "temb": Along(of=("hidden_states",), dim=1, ndim=3),
+                    "image_rotary_emb": Along(of=("hidden_states",), dim=0),
+                    "extra_pos_emb": Along(of=("hidden_states",), dim=1),
+                },
+                attention={"attn1": self_attention("hidden_states")},
+            ),
+        )
+    )
     unguided_scale: float = 1.0
     own_guidance: str = "c + g (c - u), from g = 1 on"
     num_images: int = 0

@@ -15,6 +15,7 @@ from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.dynamic_shift import euler_schedule, falling_sigmas, linear_mu
 from verst.families.loading import config_of, load_components
 from verst.families.patches import pack_frames, token_grid, unpack_frames
+from verst.families.sequence import Along, Blocks, SequencePlan, self_attention
 from verst.families.sizes import check_is_image, check_pixels
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.types import Conditioning, Geometry, Latents
@@ -38,6 +39,18 @@ class Flux1:
         "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
     )  # fmt: skip
     fsdp_blocks: tuple[str, ...] = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
+    sequence_plan: SequencePlan = SequencePlan(
+        blocks=tuple(
+            Blocks(
+                path=path,
+                tokens=("encoder_hidden_states", "hidden_states"),
+                returns=("encoder_hidden_states", "hidden_states"),
+                along={"image_rotary_emb": Along(of=("encoder_hidden_states", "hidden_states"), dim=0)},
+                attention={"attn": self_attention("encoder_hidden_states", "hidden_states")},
+            )
+            for path in ("transformer_blocks", "single_transformer_blocks")
+        )
+    )
     unguided_scale: float = math.inf
     num_images: int = 0
 

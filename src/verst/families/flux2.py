@@ -17,6 +17,7 @@ from verst.families.base import ALL_PARTS, ANY_IMAGES, Components, Part, Samplin
 from verst.families.dynamic_shift import euler_schedule, falling_sigmas
 from verst.families.loading import config_of, load_components
 from verst.families.patches import token_grid
+from verst.families.sequence import Along, Blocks, SequencePlan, self_attention
 from verst.families.sizes import check_is_image, check_pixels
 from verst.flow.guidance import classifier_free
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
@@ -43,6 +44,24 @@ class Flux2:
     lora_targets: tuple[str, ...] = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.to_qkv_mlp_proj")
     """The single-stream blocks' own `attn.to_out` is left out: in the others that name is a list of layers."""
     fsdp_blocks: tuple[str, ...] = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
+    sequence_plan: SequencePlan = SequencePlan(
+        blocks=(
+            Blocks(
+                path="transformer_blocks",
+                tokens=("encoder_hidden_states", "hidden_states"),
+                returns=("encoder_hidden_states", "hidden_states"),
+                along={"image_rotary_emb": Along(of=("encoder_hidden_states", "hidden_states"), dim=0)},
+                attention={"attn": self_attention("encoder_hidden_states", "hidden_states")},
+            ),
+            Blocks(
+                path="single_transformer_blocks",
+                tokens=("hidden_states",),
+                returns=("hidden_states",),
+                along={"image_rotary_emb": Along(of=("hidden_states",), dim=0)},
+                attention={"attn": self_attention("hidden_states")},
+            ),
+        )
+    )
     unguided_scale: float = math.inf
     num_images: int = ANY_IMAGES
 

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from verst.errors import ModelError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.dynamic_shift import euler_schedule
 from verst.families.loading import config_of, load_components
+from verst.families.sequence import Along, Blocks, SequencePlan, self_attention
 from verst.families.sizes import check_pixels
 from verst.families.video import check_frames, module_dtype, to_clip, to_pixels
 from verst.flow.guidance import classifier_free
@@ -86,6 +87,23 @@ class _Lineage:
         return config.get("spatial_compression_ratio") or self._spatial, config.get("temporal_compression_ratio") or 4
 
 
+def _plan(*paths: str, mask: Literal["whole", "pairs"] = "whole") -> SequencePlan:
+    both = ("hidden_states", "encoder_hidden_states")
+    # The double blocks call it the one, the single blocks the other.
+    along = {name: Along(of=("hidden_states",), dim=0) for name in ("freqs_cis", "image_rotary_emb")}
+    if mask == "pairs":
+        along["attention_mask"] = Along(of=("encoder_hidden_states",), dim=1)
+    return SequencePlan(
+        blocks=tuple(
+            Blocks(
+                path=path, tokens=both, returns=both, along=along, attention={"attn": self_attention(*both, mask=mask)}
+            )
+            for path in paths
+        ),
+        ring="masks the padding of its text",
+    )
+
+
 class HunyuanVideo(_Lineage):
     """Guidance is distilled into the model: the scale is an input, and no negative prompt is read."""
 
@@ -95,6 +113,7 @@ class HunyuanVideo(_Lineage):
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
     )  # fmt: skip
     fsdp_blocks: tuple[str, ...] = ("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock")
+    sequence_plan: SequencePlan = _plan("transformer_blocks", "single_transformer_blocks")
     unguided_scale: float = math.inf
     _spatial = 8
 
@@ -176,6 +195,7 @@ class HunyuanVideo15(_Lineage):
     lora_targets: tuple[str, ...] = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     """The text's own projections are left out: the last block's output for the text is not read."""
     fsdp_blocks: tuple[str, ...] = ("HunyuanVideo15TransformerBlock",)
+    sequence_plan: SequencePlan = _plan("transformer_blocks", mask="pairs")
     unguided_scale: float = 1.0
     _spatial = 16
     _crop = 108

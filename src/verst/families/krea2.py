@@ -13,6 +13,7 @@ from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.dynamic_shift import euler_schedule, falling_sigmas, linear_mu
 from verst.families.latent_stats import denormalised, normalised
 from verst.families.loading import config_of, index_of, load_components, take_contiguous
+from verst.families.sequence import Along, Blocks, SequencePlan, self_attention
 from verst.families.sizes import check_is_image, check_pixels
 from verst.families.video import module_dtype
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
@@ -35,6 +36,18 @@ class Krea2:
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.to_gate", "ff.up", "ff.down",
     )  # fmt: skip
     fsdp_blocks: tuple[str, ...] = ("Krea2TransformerBlock", "Krea2TextFusionBlock")
+    sequence_plan: SequencePlan = SequencePlan(
+        blocks=(
+            Blocks(
+                path="transformer_blocks",
+                tokens=("hidden_states",),
+                returns=("hidden_states",),
+                along={"image_rotary_emb": Along(of=("hidden_states",), dim=0)},
+                attention={"attn": self_attention("hidden_states")},
+            ),
+        ),
+        ring="masks the padding of its text",
+    )
     unguided_scale: float = 0.0
     own_guidance: str = "c + g (c - u)"
     num_images: int = 0

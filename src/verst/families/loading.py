@@ -116,7 +116,12 @@ def config_of(components: Components, name: str) -> Mapping[str, Any]:
     module = components.modules.get(name)
     if module is not None:
         return dict(module.config)
-    config: Mapping[str, Any] = json.loads((components.folder / name / "config.json").read_text())
+    return read_config(components.folder, name)
+
+
+def read_config(folder: Path, name: str) -> Mapping[str, Any]:
+    """The config.json of a component of a diffusers folder."""
+    config: Mapping[str, Any] = json.loads((folder / name / "config.json").read_text())
     return config
 
 

@@ -15,7 +15,9 @@ from verst.errors import ModelError, RequestError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.dynamic_shift import euler_schedule, falling_sigmas, linear_mu
 from verst.families.loading import config_of, load_components
+from verst.families.ltx2_tokens import SEQUENCE_PLAN
 from verst.families.mel import log_mel
+from verst.families.sequence import SequencePlan
 from verst.families.sizes import check_pixels
 from verst.families.video import check_frames, module_dtype, to_clip, to_pixels
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
@@ -73,6 +75,7 @@ class Ltx2:
     streams: tuple[str, ...] = ("visual", "audio")
     lora_targets: tuple[str, ...] = tuple(f"{a}.{p}" for a in _ATTENTIONS for p in _PROJECTIONS)
     fsdp_blocks: tuple[str, ...] = ("LTX2VideoTransformerBlock",)
+    sequence_plan: SequencePlan = SEQUENCE_PLAN
     unguided_scale: float = 1.0
     num_images: int = 0
 

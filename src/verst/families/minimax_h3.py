@@ -14,6 +14,7 @@ from verst.errors import PromptError, RequestError
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.loading import config_of, load_components
 from verst.families.ranks import max_over_ranks
+from verst.families.sequence import Along, Blocks, SequencePlan, self_attention
 from verst.families.sizes import check_pixels
 from verst.families.video import module_dtype
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
@@ -47,6 +48,17 @@ class MiniMaxH3:
     streams: tuple[str, ...] = ("visual", "audio")
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
     fsdp_blocks: tuple[str, ...] = ("MiniMaxH3TransformerBlock", "MiniMaxH3TokenRefinerBlock")
+    sequence_plan: SequencePlan = SequencePlan(
+        blocks=(
+            Blocks(
+                path="transformer_blocks",
+                tokens=("hidden_states",),
+                returns=("hidden_states",),
+                along={name: Along(of=("hidden_states",), dim=0) for name in ("adaln_indices", "rotary_emb")},
+                attention={"attn": self_attention("hidden_states")},
+            ),
+        )
+    )
     unguided_scale: float = math.inf
     num_images: int = 0
 

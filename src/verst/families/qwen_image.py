@@ -14,6 +14,7 @@ from verst.families.dynamic_shift import euler_schedule, falling_sigmas, linear_
 from verst.families.latent_stats import denormalised, normalised
 from verst.families.loading import config_of, load_components
 from verst.families.patches import pack_frames, token_grid, unpack_frames
+from verst.families.sequence import Along, Blocks, SequencePlan, self_attention
 from verst.families.sizes import check_is_image, check_pixels
 from verst.flow.guidance import classifier_free
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
@@ -28,6 +29,25 @@ class QwenImage:
     streams: tuple[str, ...] = ("visual",)
     lora_targets: tuple[str, ...] = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     fsdp_blocks: tuple[str, ...] = ("QwenImageTransformerBlock",)
+    sequence_plan: SequencePlan = SequencePlan(
+        blocks=(
+            Blocks(
+                path="transformer_blocks",
+                tokens=("encoder_hidden_states", "hidden_states"),
+                returns=("encoder_hidden_states", "hidden_states"),
+                along={
+                    "image_rotary_emb": (
+                        Along(of=("hidden_states",), dim=0),
+                        Along(of=("encoder_hidden_states",), dim=0),
+                    ),
+                    "encoder_hidden_states_mask": Along(of=("encoder_hidden_states",), dim=1),
+                    "modulate_index": Along(of=("hidden_states",), dim=1),
+                },
+                attention={"attn": self_attention("encoder_hidden_states", "hidden_states", mask="keys")},
+            ),
+        ),
+        ring="masks the padding of its text",
+    )
     unguided_scale: float = 1.0
     num_images: int = 0
     parts: dict[Part, tuple[str, ...]] = {  # noqa: RUF012

@@ -14,6 +14,7 @@ from verst.errors import RequestError
 from verst.families import autoencoder_kl
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.loading import config_of, load_components
+from verst.families.sequence import Blocks, SequencePlan, self_attention
 from verst.flow.guidance import classifier_free
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.types import Conditioning, Geometry, Latents
@@ -34,6 +35,20 @@ class Sd3:
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
     )  # fmt: skip
     fsdp_blocks: tuple[str, ...] = ("JointTransformerBlock",)
+    sequence_plan: SequencePlan = SequencePlan(
+        blocks=(
+            Blocks(
+                path="transformer_blocks",
+                tokens=("hidden_states", "encoder_hidden_states"),
+                returns=("encoder_hidden_states", "hidden_states"),
+                along={},
+                attention={
+                    "attn": self_attention("hidden_states", "encoder_hidden_states"),
+                    "attn2": self_attention("hidden_states"),
+                },
+            ),
+        )
+    )
     unguided_scale: float = 1.0
     num_images: int = 0
 

@@ -16,6 +16,7 @@ from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.latent_stats import denormalised, normalised
 from verst.families.loading import config_of, load_components
 from verst.families.ranks import max_over_ranks
+from verst.families.sequence import Along, Blocks, SequencePlan, self_attention
 from verst.families.sizes import check_pixels
 from verst.families.video import check_frames, euler_on_flow_sigmas, module_dtype, to_clip, to_pixels, whole_timesteps
 from verst.flow.guidance import classifier_free
@@ -37,6 +38,20 @@ class Wan:
     streams: tuple[str, ...] = ("visual",)
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
     fsdp_blocks: tuple[str, ...] = ("WanTransformerBlock",)
+    sequence_plan: SequencePlan = SequencePlan(
+        blocks=(
+            Blocks(
+                path="blocks",
+                tokens=("hidden_states",),
+                returns=("hidden_states",),
+                along={
+                    "temb": Along(of=("hidden_states",), dim=1, ndim=4),
+                    "rotary_emb": Along(of=("hidden_states",), dim=1),
+                },
+                attention={"attn1": self_attention("hidden_states")},
+            ),
+        )
+    )
     unguided_scale: float = 1.0
     num_images: int = 0
 

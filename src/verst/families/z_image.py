@@ -13,6 +13,7 @@ from verst.families import autoencoder_kl
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.dynamic_shift import euler_schedule, linear_mu
 from verst.families.loading import config_of, load_components
+from verst.families.sequence import Along, Blocks, SequencePlan, self_attention
 from verst.families.sizes import check_is_image, check_pixels
 from verst.families.video import module_dtype
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
@@ -32,6 +33,20 @@ class ZImage:
     streams: tuple[str, ...] = ("visual",)
     lora_targets: tuple[str, ...] = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
     fsdp_blocks: tuple[str, ...] = ("ZImageTransformerBlock",)
+    sequence_plan: SequencePlan = SequencePlan(
+        blocks=tuple(
+            Blocks(
+                path=path,
+                tokens=("x",),
+                returns=("x",),
+                along={"freqs_cis": Along(of=("x",), dim=1)},
+                attention={"attention": self_attention("x")},
+            )
+            for path in ("noise_refiner", "layers")
+        ),
+        heads=("n_heads",),
+        ring="masks the padding of its text",
+    )
     unguided_scale: float = 0.0
     own_guidance: str = "c + g (c - u)"
     num_images: int = 0

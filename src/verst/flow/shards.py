@@ -5,7 +5,7 @@ The controller draws noise and takes log-probs on the full tensor, so that every
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,18 @@ def shard_sizes(size: int, world_size: int) -> list[int]:
     return [base + (rank < more) for rank in range(world_size)]
 
 
+def gather_rows(local: Tensor, *, dim: int, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """The parts of all ranks along `dim`, one behind the other; sizes: of each rank's part. Not differentiable."""
+    padded = local
+    if local.shape[dim] < max(sizes):
+        shape = list(local.shape)
+        shape[dim] = max(sizes) - local.shape[dim]
+        padded = torch.cat([local, local.new_zeros(shape)], dim=dim)
+    parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in sizes]
+    dist.all_gather(parts, padded.contiguous(), group=group)
+    return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, sizes, strict=True)], dim=dim)
+
+
 def sequence_shards(*, size: int, dim: int, group: dist.ProcessGroup) -> Shards:
     """Shards of `size` rows along `dim` (counted with the batch dimension, at least 1) over the ranks of `group`.
 
@@ -42,13 +54,6 @@ def sequence_shards(*, size: int, dim: int, group: dist.ProcessGroup) -> Shards:
         return full.narrow(dim, start, sizes[rank])
 
     def gather(local: Tensor) -> Tensor:
-        padded = local
-        if local.shape[dim] < max(sizes):
-            shape = list(local.shape)
-            shape[dim] = max(sizes) - local.shape[dim]
-            padded = torch.cat([local, local.new_zeros(shape)], dim=dim)
-        parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in sizes]
-        dist.all_gather(parts, padded.contiguous(), group=group)
-        return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, sizes, strict=True)], dim=dim)
+        return gather_rows(local, dim=dim, sizes=sizes, group=group)
 
     return Shards(shard, gather)

@@ -17,7 +17,9 @@ from verst.types import Group
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     shares: list[list[list[PairBlock]]]
-    """rank -> optimizer step -> its blocks; equal numbers of steps, none empty. No step: nothing to train."""
+    """rank -> optimizer step -> its blocks; equal numbers of steps, none empty. No step: nothing to train.
+
+    Ranks of one sequence get the same blocks."""
     num_pairs: int
     """Pairs that count in the loss, over all steps."""
     advantages: Advantages
@@ -57,9 +59,10 @@ def make_batch(recipe: RlRecipe, groups: Sequence[Group], dropped_by: Sequence[s
         for part in _split(kept, recipe.trainer.steps_per_rollout)
         if (blocks := [b for i in part for b in algorithm.blocks(scored[i])])
     ]
-    ranks = recipe.trainer.ranks
+    trainer = recipe.trainer
+    parts = [trainer.data_rank(rank) for rank in range(trainer.ranks)]
     return Batch(
-        shares=[[blocks[rank::ranks] or [blocks[0].masked()] for blocks in steps] for rank in range(ranks)],
+        shares=[[blocks[part :: trainer.data_ranks] or [blocks[0].masked()] for blocks in steps] for part in parts],
         num_pairs=sum(block.num_pairs for blocks in steps for block in blocks),
         advantages=result,
     )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from verst.algorithms.pairs import Tile, joint_log_prob, pair_block, tiles_of
 from verst.config.recipe import RlRecipe
-from verst.config.sections import NoSteps
+from verst.config.sections import NoSteps, ParallelConfig
 from verst.engine.resolve import resolve
 from verst.engine.wire import encode_response, to_microgroup
 from verst.engine.worker import Worker
@@ -96,7 +96,8 @@ def explain_ratio(
     iteration before, has no such sample, or trains no recorded steps.
     """
     recipe = stored_rl_recipe(run).model_copy(deep=True)
-    recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"ranks": 1})})
+    alone = {"ranks": 1, "parallel": ParallelConfig()}
+    recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update=alone)})
     if isinstance(recipe.sampling.steps, NoSteps):
         raise ConfigError(
             f"{run} trains with {recipe.algorithm.type} on clean samples: no step is recorded, so none has a ratio"

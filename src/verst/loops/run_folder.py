@@ -31,6 +31,7 @@ _FREE = (
     "engine.",
     "rollout.parsers.",
     "trainer.ranks",
+    "trainer.parallel.",
     "watch.alarms",
     "watch.gold",
     "watch.stop.",

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from verst.config.sections import TrainerConfig
 from verst.errors import InvariantError
+from verst.trainer.parallel import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class StepMetrics:
 class Trainer:
     """Owns the trained parameters of `modules`, their AdamW, learning-rate schedule and moving average.
 
-    With a mesh the modules are already sharded by FSDP2 over it and every rank makes the same calls.
+    With a layout the modules are already sharded by FSDP2 over it and every rank makes the same calls.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Trainer:
         config: TrainerConfig,
         *,
         total_steps: int,
-        mesh: DeviceMesh | None = None,
+        layout: Layout | None = None,
     ) -> None:
         self.modules = dict(modules)
-        self.mesh = mesh
+        self._layout = layout
         self._config = config
         self._total_steps = total_steps
         self.named = {
@@ -142,7 +142,9 @@ class Trainer:
         # experts, one that the last tile has no rows for would keep them for good.
         whole = [net for net in self.modules.values() if isinstance(net, FSDPModule)]
         sharded = [m for net in whole for m in net.modules() if isinstance(m, FSDPModule)]
-        world = 1 if self.mesh is None else self.mesh.size()
+        # FSDP2 averages gradients over all ranks, while the tiles' losses add up to the mean over the data ranks. Ranks
+        # of one sequence have the same loss, and the mean over them is its gradient (flow/exchange.py).
+        scale = 1 if self._layout is None else self._layout.data_ranks
         losses: list[Tensor] = []
         sums: dict[str, list[Tensor]] = {}
         maxima: dict[str, list[Tensor]] = {}
@@ -150,8 +152,7 @@ class Trainer:
             for net in sharded:
                 net.set_requires_gradient_sync(index == len(tiles) - 1, recurse=False)
             out = tile()
-            # FSDP2 averages gradients over ranks, while the tiles' losses add up to the mean: undo its division.
-            (out.loss * world).backward()
+            (out.loss * scale).backward()
             losses.append(out.loss.detach())
             for key, value in out.sums.items():
                 sums.setdefault(key, []).append(value.detach())
@@ -165,9 +166,9 @@ class Trainer:
         )
 
     def _reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> float:
-        if self.mesh is not None and self.mesh.size() > 1:
+        if self._layout is not None and self._layout.data_ranks > 1:
             value = value.clone()
-            dist.all_reduce(value, op=op, group=self.mesh.get_group())
+            dist.all_reduce(value, op=op, group=self._layout.data)
         return float(value)
 
     def _describe_non_finite(self, loss: float, grad_norm: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from verst.config.sections import ParallelConfig
+from verst.families.sequence import SequenceGroups
 from verst.weights.lora import adaptable
 
 
@@ -21,14 +24,59 @@ def open_store(host: str, port: int, *, rank: int, world_size: int) -> TCPStore:
     return TCPStore(host, port, world_size, is_master=rank == 0, wait_for_workers=False)
 
 
-def join_mesh(*, rank: int, world_size: int, store: Store, device: torch.device) -> DeviceMesh:
-    """A one-dimensional mesh over all trainer ranks: NCCL on CUDA, gloo on the CPU."""
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where a rank stands among the others."""
+
+    fsdp: DeviceMesh
+    """All ranks: [shard], or [replicate, shard] for HSDP. The ranks of a sequence shard the model too."""
+    data: dist.ProcessGroup
+    """Ranks that see different samples and hold the same part of the tokens."""
+    sequence: SequenceGroups | None
+    """Ranks that see the same samples and share their tokens; None where each rank has all tokens."""
+
+    @property
+    def data_ranks(self) -> int:
+        return dist.get_world_size(self.data)
+
+
+def join_mesh(
+    *,
+    rank: int,
+    world_size: int,
+    store: Store,
+    device: torch.device,
+    parallel: ParallelConfig | None = None,
+) -> Layout:
+    """The process group (NCCL on CUDA, gloo on the CPU) and its meshes; by default FSDP2 over all ranks.
+
+    Ranks are numbered [replicate, shard, ring, ulysses], the last one fastest: what talks most are neighbours.
+    """
+    parallel = parallel or ParallelConfig()
     backend = "nccl" if device.type == "cuda" else "gloo"
     hook = sys.excepthook
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     # torch puts "[rank0]:" before every line of a traceback, once for each group that a process ever joined.
     sys.excepthook = hook
-    return init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
+    copies, parts = parallel.replicate, parallel.sequence
+    shape, names = (
+        ((world_size,), ("shard",)) if copies == 1 else ((copies, world_size // copies), ("replicate", "shard"))
+    )
+    fsdp = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    if parts == 1:
+        assert dist.group.WORLD is not None
+        return Layout(fsdp=fsdp, data=dist.group.WORLD, sequence=None)
+    mesh = init_device_mesh(
+        device.type,
+        (world_size // parts, parallel.ring, parallel.ulysses),
+        mesh_dim_names=("data", "ring", "ulysses"),
+    )
+    groups = SequenceGroups(
+        ranks=mesh["ring", "ulysses"]._flatten("sequence").get_group(),
+        ulysses=mesh.get_group("ulysses"),
+        ring=mesh.get_group("ring"),
+    )
+    return Layout(fsdp=fsdp, data=mesh.get_group("data"), sequence=groups)
 
 
 def leave_mesh() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from verst.algorithms.base import Role
 from verst.algorithms.pairs import Tile
@@ -18,7 +16,6 @@ from verst.families.base import Family
 from verst.flow import transitions
 from verst.flow.transitions import StepDistribution, Transition
 from verst.trainer.core import Ema
-from verst.trainer.parallel import shard
 from verst.types import Latents
 from verst.weights.lora import adaptable
 
@@ -203,12 +200,3 @@ class ReferencePolicy:
         finally:
             for model in models:
                 model.enable_adapters()
-
-
-def frozen_copy(
-    module: nn.Module, *, blocks: tuple[str, ...], mesh: DeviceMesh, compute_dtype: torch.dtype
-) -> nn.Module:
-    """A sharded copy of the weights as they are now, without gradients. Called before `module` is sharded."""
-    copied = copy.deepcopy(module).requires_grad_(False).eval()
-    shard(copied, blocks=blocks, mesh=mesh, compute_dtype=compute_dtype)
-    return copied

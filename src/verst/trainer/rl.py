@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +10,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
-from torch.distributed.device_mesh import DeviceMesh
 
 from verst.algorithms import make_algorithm
 from verst.algorithms.base import Algorithm, Follows
@@ -20,12 +20,14 @@ from verst.config import sections as s
 from verst.config.recipe import RlRecipe
 from verst.errors import ConfigError
 from verst.families import recognise
+from verst.families.loading import read_config
+from verst.families.sequence import SplitsSequence, check_degrees, split_sequence
 from verst.flow.controller import make_transition
 from verst.flow.noise import derive_seed
 from verst.trainer import checkpoint
 from verst.trainer.core import Ema, StepMetrics, TileLoss, Trainer
-from verst.trainer.parallel import join_mesh, leave_mesh, shard
-from verst.trainer.policies import ReferencePolicy, TrainerPolicies, frozen_copy
+from verst.trainer.parallel import Layout, join_mesh, leave_mesh, shard
+from verst.trainer.policies import ReferencePolicy, TrainerPolicies
 from verst.trainer.publishing import FORMS, SENDERS, Rank
 from verst.weights.adapter_files import load_adapters
 from verst.weights.lora import LoraSpec, adaptable, attach_lora
@@ -65,9 +67,17 @@ class RlTrainer:
                 f"{', '.join(self.family.streams)}"
             )
         self._lora = lora_spec(recipe, self.family.lora_targets)
-        self._mesh = join_mesh(rank=rank, world_size=world_size, store=store, device=device)
+        parallel = recipe.trainer.parallel
+        check_degrees(
+            self.family.name,
+            self.family,
+            read_config(recipe.model.path, "transformer"),
+            ulysses=parallel.ulysses,
+            ring=parallel.ring,
+        )
+        self._layout = join_mesh(rank=rank, world_size=world_size, store=store, device=device, parallel=parallel)
         try:
-            self._build(recipe, self._mesh)
+            self._build(recipe, self._layout)
         except BaseException:
             leave_mesh()
             raise
@@ -75,7 +85,7 @@ class RlTrainer:
         context = Rank(rank=rank, ranks=world_size, store=store, device=device)
         self._sender = SENDERS[type(recipe.sync)](recipe.sync, context)
 
-    def _build(self, recipe: RlRecipe, mesh: DeviceMesh) -> None:
+    def _build(self, recipe: RlRecipe, layout: Layout) -> None:
         # What is trained is kept in fp32; a base that only carries a LoRA stays in the dtype that it computes in.
         dtype = torch.float32 if self._lora is None else self._dtype
         loaded = self.family.load(recipe.model.path, parts=("transformer",), dtype=dtype, device=self._device)
@@ -101,10 +111,11 @@ class RlTrainer:
         config = recipe.algorithm
         frozen = None
         if config.needs_reference and isinstance(config.reference, s.FrozenReference):
-            frozen = frozen_copy(self.transformer, blocks=self.family.fsdp_blocks, mesh=mesh, compute_dtype=self._dtype)
-        shard(self.transformer, blocks=self.family.fsdp_blocks, mesh=mesh, compute_dtype=self._dtype)
+            frozen = copy.deepcopy(self.transformer).requires_grad_(False).eval()
+            self._distribute(frozen, layout)
+        self._distribute(self.transformer, layout)
         total = recipe.run.iterations * recipe.trainer.steps_per_rollout
-        self.core = Trainer({"transformer": self.transformer}, recipe.trainer, total_steps=total, mesh=mesh)
+        self.core = Trainer({"transformer": self.transformer}, recipe.trainer, total_steps=total, layout=layout)
         reference = None
         if config.needs_reference:
             assert config.reference is not None
@@ -127,6 +138,13 @@ class RlTrainer:
             guidance_scale=recipe.sampling.guidance_scale,
             dtype=self._dtype,
         )
+
+    def _distribute(self, module: nn.Module, layout: Layout) -> None:
+        if layout.sequence is not None:
+            assert isinstance(self.family, SplitsSequence)
+            for model in adaptable(module):
+                split_sequence(model, self.family.sequence_plan, layout.sequence)
+        shard(module, blocks=self.family.fsdp_blocks, mesh=layout.fsdp, compute_dtype=self._dtype)
 
     def _refuse_fp32_islands(self) -> None:
         """An engine computes the modules that diffusers never casts in fp32; sharded for training they would be cast."""
@@ -218,7 +236,7 @@ class RlTrainer:
             self._saver.begin(folder, self._state())
         if self._lora is not None:
             whole = trained_tensors(self.core.named, dtype=torch.float32)
-            if self._mesh.get_rank() == 0:
+            if dist.get_rank() == 0:
                 named = {name.removeprefix("transformer."): value for name, value in whole.items()}
                 checkpoint.write_adapter_files(folder, self.transformer, named, self._lora)
 
@@ -256,8 +274,8 @@ class RlTrainer:
         leave_mesh()
 
     def _gather(self, row: Tensor) -> Tensor:
-        rows = [torch.zeros_like(row, device=self._device) for _ in range(self._mesh.size())]
-        dist.all_gather(rows, row.to(self._device), group=self._mesh.get_group())
+        rows = [torch.zeros_like(row, device=self._device) for _ in range(self._layout.data_ranks)]
+        dist.all_gather(rows, row.to(self._device), group=self._layout.data)
         return torch.stack(rows).cpu()
 
 

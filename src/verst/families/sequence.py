@@ -1,0 +1,284 @@
+"""Sequence parallelism of a family's transformer: Ulysses x ring, by hooks on diffusers' own modules.
+
+Tokens are cut where a list of blocks begins and put together where it ends; inside, everything but the attention works
+on a rank's own tokens. Around each attention tokens are exchanged for heads, so that the kernel sees whole sequences in
+their own order: causal masks and padding masks stay what they are. Lengths need not divide, and nothing is padded.
+
+What a family's blocks take and return is its `SequencePlan`. Engine and trainer call the same `split_sequence`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from verst.errors import ConfigError, InvariantError
+from verst.flow.exchange import gather_tokens, to_heads, to_tokens
+from verst.flow.ring import ring_attention
+from verst.flow.shards import shard_sizes
+
+Joined = tuple[str, ...]
+"""Sequences in the order in which an attention joins them, each named by the block's argument."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Along:
+    """A tensor, or a tuple of them, with one row for each token."""
+
+    of: Joined
+    dim: int
+    ndim: int | None = None
+    """Where only tensors of that many dimensions have such rows; the others are left as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """One call of scaled dot product attention."""
+
+    query: Joined
+    key: Joined
+    mask: Literal["whole", "keys", "pairs"] = "whole"
+    """What its mask is made of: the whole sequence; the rank's own keys; the rank's own tokens, in pairs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """A list of blocks that hand tokens on to each other."""
+
+    path: str
+    """Attribute of the transformer."""
+    tokens: Joined
+    """Arguments that are cut before the first block."""
+    returns: Joined
+    """What a block returns, in order; put together after the last one."""
+    dim: int = 1
+    """Where tokens lie in those."""
+    along: Mapping[str, Along | tuple[Along, ...]]
+    """Other arguments with a row for each token; a tuple says it for each entry."""
+    attention: Mapping[str, tuple[Attention, ...]]
+    """Attribute of a block -> its attention calls, in order. Modules left out work on what they are given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequencePlan:
+    blocks: tuple[Blocks, ...]
+    heads: tuple[str, ...] = ("num_attention_heads",)
+    """Keys of the transformer's config that say how many heads its attentions have."""
+    ring: str | None = None
+    """Why keys cannot travel round a ring; None where they can."""
+
+
+@runtime_checkable
+class SplitsSequence(Protocol):
+    """A family whose tokens can be cut over ranks."""
+
+    sequence_plan: SequencePlan
+
+
+def self_attention(*joined: str, mask: Literal["whole", "keys", "pairs"] = "whole") -> tuple[Attention]:
+    return (Attention(query=joined, key=joined, mask=mask),)
+
+
+def check_degrees(name: str, family: object, config: Mapping[str, Any], *, ulysses: int, ring: int) -> None:
+    """config: the transformer's config.json. Raises ConfigError, naming key, value and the nearest that fits."""
+    if ulysses * ring == 1:
+        return
+    key, value = ("ulysses", ulysses) if ulysses > 1 else ("ring", ring)
+    if not isinstance(family, SplitsSequence):
+        raise ConfigError(f"trainer.parallel.{key} = {value}: the tokens of {name} cannot be cut over ranks; use 1")
+    plan = family.sequence_plan
+    if ring > 1 and plan.ring is not None:
+        raise ConfigError(f"trainer.parallel.ring = {ring}: {name} {plan.ring}; use ring = 1 and ulysses instead")
+    heads = [config[entry] for entry in plan.heads if config.get(entry)]
+    most = math.gcd(*heads)
+    if most % ulysses:
+        nearest = min((d for d in range(1, most + 1) if most % d == 0), key=lambda d: (abs(d - ulysses), d))
+        raise ConfigError(
+            f"trainer.parallel.ulysses = {ulysses} does not divide the {', '.join(map(str, heads))} heads of {name}; "
+            f"nearest that does: {nearest}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceGroups:
+    """Rank r of `ranks` is member r // U of its ring and member r % U of its Ulysses group, of U members."""
+
+    ranks: dist.ProcessGroup
+    ulysses: dist.ProcessGroup
+    ring: dist.ProcessGroup
+
+
+def split_sequence(model: nn.Module, plan: SequencePlan, groups: SequenceGroups) -> SequenceSplit:
+    """From now on `model`'s forward is a collective of `groups.ranks`, whose members give it the same rows."""
+    split = SequenceSplit(groups)
+    for spec in plan.blocks:
+        blocks = list(model.get_submodule(spec.path).children())
+        for index, block in enumerate(blocks):
+            before = functools.partial(split.before_block, spec=spec, first=index == 0)
+            block.register_forward_pre_hook(before, with_kwargs=True)
+            for name, calls in spec.attention.items():
+                attention = getattr(block, name, None)
+                if attention is not None:
+                    attention.register_forward_pre_hook(functools.partial(split.before_attention, calls=calls))
+                    attention.register_forward_hook(split.after_attention, always_call=True)
+        blocks[-1].register_forward_hook(functools.partial(split.after_blocks, spec=spec))
+    return split
+
+
+class SequenceSplit:
+    """One transformer's tokens over ranks."""
+
+    def __init__(self, groups: SequenceGroups) -> None:
+        self._groups = groups
+        self._ranks, self._rank = dist.get_world_size(groups.ranks), dist.get_rank(groups.ranks)
+        self._ulysses = dist.get_world_size(groups.ulysses)
+        self._sizes: dict[str, int] = {}
+        """Sequence -> all its tokens, in the forward that is under way."""
+        self._modes: list[_Exchange] = []
+
+    def remembered(self) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
+        """For torch's checkpoint: a block that is computed again finds the lengths of its own forward."""
+        sizes = self._sizes
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            now, self._sizes = self._sizes, sizes
+            try:
+                yield
+            finally:
+                self._sizes = now
+
+        return lambda: (nullcontext(), again())
+
+    def before_block(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, spec: Blocks, first: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        bound = inspect.signature(block.forward).bind(*args, **kwargs)
+        named = bound.arguments
+        if first:
+            self._sizes = {name: named[name].shape[spec.dim] for name in spec.tokens}
+            for name in spec.tokens:
+                named[name] = self._part(named[name], Along(of=(name,), dim=spec.dim))
+        for name, along in spec.along.items():
+            if named.get(name) is not None:
+                named[name] = self._part(named[name], along)
+        return bound.args, bound.kwargs
+
+    def after_blocks(self, block: nn.Module, args: tuple[Any, ...], output: Any, *, spec: Blocks) -> Any:
+        outputs = output if isinstance(output, tuple) else (output,)
+        whole = tuple(
+            None if x is None else gather_tokens(x, dim=spec.dim, sizes=self._counts(name), group=self._groups.ranks)
+            for name, x in zip(spec.returns, outputs, strict=True)
+        )
+        return whole if isinstance(output, tuple) else whole[0]
+
+    def before_attention(self, module: nn.Module, args: tuple[Any, ...], *, calls: tuple[Attention, ...]) -> None:
+        mode = _Exchange(self, calls)
+        self._modes.append(mode)
+        mode.__enter__()
+
+    def after_attention(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._modes.pop().__exit__(None, None, None)
+
+    def attend(
+        self,
+        call: Attention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """torch's scaled_dot_product_attention of the whole sequences, for this rank's queries [B, H, n, D]."""
+        if key.shape[1] % self._ulysses or (key.shape[1] != query.shape[1] and self._ring_size > 1):
+            key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+        group, rows = self._groups.ulysses, self._rows(call.query)
+        query = to_heads(query, rows, group)
+        key, value = (to_heads(x, self._rows(call.key), group) for x in (key, value))
+        if self._ring_size == 1:
+            mask = None if attn_mask is None else self._whole_mask(attn_mask, call)
+            out = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa and key.shape[1] != query.shape[1],
+            )
+        else:
+            if attn_mask is not None or is_causal:
+                raise InvariantError("an attention with a mask cannot be cut over a ring; the family's plan allows it")
+            lengths = [sum(map(sum, self._rows(call.key, ring=member))) for member in range(self._ring_size)]
+            out = ring_attention(query, key, value, lengths=lengths, group=self._groups.ring, scale=scale)
+        return to_tokens(out, rows, group)
+
+    @property
+    def _ring_size(self) -> int:
+        return self._ranks // self._ulysses
+
+    def _counts(self, name: str) -> list[int]:
+        """Tokens of sequence `name` on each rank."""
+        return shard_sizes(self._sizes[name], self._ranks)
+
+    def _rows(self, joined: Joined, *, ring: int | None = None) -> list[list[int]]:
+        """Tokens of each joined sequence on each member of a Ulysses group: mine, or that of ring member `ring`."""
+        first = (self._rank // self._ulysses if ring is None else ring) * self._ulysses
+        return [[self._counts(name)[first + member] for name in joined] for member in range(self._ulysses)]
+
+    def _part(self, value: Any, along: Along | tuple[Along, ...]) -> Any:
+        """This rank's rows."""
+        if isinstance(along, tuple):
+            return tuple(self._part(entry, its) for entry, its in zip(value, along, strict=True))
+        if isinstance(value, tuple | list):
+            return type(value)(self._part(entry, along) for entry in value)
+        if not isinstance(value, Tensor) or along.ndim not in (None, value.ndim) or value.shape[along.dim] == 1:
+            return value
+        pieces = []
+        for name, piece in zip(along.of, value.split([self._sizes[n] for n in along.of], dim=along.dim), strict=True):
+            counts = self._counts(name)
+            pieces.append(piece.narrow(along.dim, sum(counts[: self._rank]), counts[self._rank]))
+        return torch.cat(pieces, dim=along.dim) if len(pieces) > 1 else pieces[0]
+
+    def _whole_mask(self, mask: Tensor, call: Attention) -> Tensor:
+        if call.mask == "whole":
+            return mask
+        own = mask.diagonal(dim1=-2, dim2=-1) if call.mask == "pairs" else mask[..., 0, :]
+        counts = [self._counts(name) for name in call.key]
+        pieces = own.split([count[self._rank] for count in counts], dim=-1)
+        keys = torch.cat(
+            [
+                gather_tokens(piece.contiguous(), dim=own.ndim - 1, sizes=count, group=self._groups.ranks)
+                for piece, count in zip(pieces, counts, strict=True)
+            ],
+            dim=-1,
+        )
+        return keys.unsqueeze(-1) & keys.unsqueeze(-2) if call.mask == "pairs" else keys.unsqueeze(-2)
+
+
+class _Exchange(TorchFunctionMode):
+    """Inside one attention module: each call of torch's attention is made over whole sequences."""
+
+    def __init__(self, split: SequenceSplit, calls: tuple[Attention, ...]) -> None:
+        super().__init__()
+        self._split, self._calls = split, iter(calls)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._split.attend(next(self._calls), *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
