@@ -17,11 +17,10 @@ from verst.algorithms.advantages import advantages
 from verst.cluster.calls import ActorPool
 from verst.config.rewards import BrightnessReward, DiversityReward, PythonReward, RewardConfig
 from verst.errors import RewardError
-from verst.loops.rl import weighted_sums
 from verst.rewards import RewardBatch, make_reward
 from verst.rewards.calls import CallResult
 from verst.rewards.pool import RewardPool
-from verst.rollout.filters import has_zero_variance
+from verst.rollout.filters import has_zero_variance, weighted_sums
 from verst.rollout.plan import MicrogroupTask
 from verst.rollout.scoring import Scorer, ranked
 from verst.types import Microgroup
