@@ -120,7 +120,7 @@ def engine_picture(finished: Finished, *, trained: bool) -> Tensor:
     """fp32 [3, H, W] of the engine, with what the run has learned or without."""
     worker = Worker(tiny_model())
     if trained:
-        load_trained(worker.components.transformer, finished.recipe, find_checkpoint(finished.run, None), ema=False)
+        load_trained(worker.components.transformer, finished.recipe, find_checkpoint(finished.run, "newest"), ema=False)
     request = GenerateRequest(prompt="a cat", seeds=(5,), guidance_scale=1.0, rollout=False, **SIZE)
     (records,) = worker.generate([resolve(request, worker.components)])
     assert not isinstance(records, Exception)
