@@ -23,7 +23,7 @@ from verst.algorithms.base import (
     recorded_blocks,
 )
 from verst.algorithms.pairs import PairBlock, Tile, joint_log_prob
-from verst.config.algorithms import ClippedRatio, FlowGrpoConfig
+from verst.config.algorithms import ClippedRatio
 from verst.config.sections import SamplingConfig
 from verst.flow import transitions
 from verst.flow.transitions import StepDistribution
@@ -56,7 +56,7 @@ def policy_loss(
 class FlowGrpo:
     """The clipped ratio on recorded steps, with an optional KL to a reference."""
 
-    def __init__(self, config: FlowGrpoConfig, *, sampling: SamplingConfig, seed: int) -> None:
+    def __init__(self, config: ClippedRatio, *, sampling: SamplingConfig, seed: int) -> None:
         del seed
         self._config = config
         self._reduction = sampling.log_prob_reduction
@@ -73,12 +73,7 @@ class FlowGrpo:
         old = tile.old_log_probs
         if config.old_log_probs == "recompute":
             old = joint_log_prob(policies.distribution(tile, "old"), tile, reduction=self._reduction)
-        parts = {
-            name: policy_loss(
-                log_prob, old[name], tile.advantages, clip_low=config.clip_low, clip_high=config.clip_high
-            )
-            for name, log_prob in new.items()
-        }
+        parts = {name: self.stream_loss(name, tile, new[name], old[name], policies) for name in new}
         loss = over_streams(config, {name: part.loss for name, part in parts.items()})
         means = {"clip_fraction": largest([part.clipped for part in parts.values()])}
         if config.kl_beta > 0:
@@ -89,6 +84,11 @@ class FlowGrpo:
             "log_prob_max_difference": largest([(new[name].detach() - old[name]).abs() for name in new]),
         }
         return PairLosses(loss=loss, means=means, maxima=maxima)
+
+    def stream_loss(self, name: str, tile: Tile, new: Tensor, old: Tensor, policies: Policies) -> PolicyLoss:
+        """Of one stream, from its log-probs: [B] now and in the rollout."""
+        config = self._config
+        return policy_loss(new, old, tile.advantages, clip_low=config.clip_low, clip_high=config.clip_high)
 
 
 def transition_kl(config: ClippedRatio, tile: Tile, policies: Policies) -> Tensor:

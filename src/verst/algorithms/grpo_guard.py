@@ -7,26 +7,16 @@ loss is divided by the step's length, which the gradient through the mean brings
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from verst.algorithms.base import (
-    OldPolicy,
-    PairLosses,
-    Policies,
-    ScoredGroup,
-    largest,
-    over_streams,
-    recorded_blocks,
-)
-from verst.algorithms.flow_grpo import PolicyLoss, policy_loss, transition_kl
-from verst.algorithms.pairs import PairBlock, Tile, joint_log_prob
+from verst.algorithms.base import Policies
+from verst.algorithms.flow_grpo import FlowGrpo, PolicyLoss, policy_loss
+from verst.algorithms.pairs import Tile
 from verst.config.algorithms import GrpoGuardConfig
 from verst.config.sections import SamplingConfig
-from verst.flow.transitions import LogProbReduction, StepDistribution
+from verst.flow.transitions import LogProbReduction
 
 
 def guarded_loss(
@@ -53,55 +43,23 @@ def guarded_loss(
     return out._replace(loss=out.loss / dt.abs())
 
 
-class GrpoGuard:
+class GrpoGuard(FlowGrpo):
     """The old means are those of the live policy before the first optimizer step on a rollout: what sampled it."""
 
     def __init__(self, config: GrpoGuardConfig, *, sampling: SamplingConfig, seed: int) -> None:
-        del seed
-        self._config = config
-        self._reduction: LogProbReduction = sampling.log_prob_reduction
-        self.old: OldPolicy = "start"
+        super().__init__(config, sampling=sampling, seed=seed)
+        self.old = "start"
 
-    def blocks(self, group: ScoredGroup) -> list[PairBlock]:
-        """See Algorithm.blocks."""
-        return recorded_blocks(group, keep_all=self._config.kl_beta > 0)
-
-    def loss(self, tile: Tile, policies: Policies) -> PairLosses:
-        """See Algorithm.loss."""
-        config = self._config
-        steps, before = policies.distribution(tile), policies.distribution(tile, "old")
-        new = joint_log_prob(steps, tile, reduction=self._reduction)
-        old = tile.old_log_probs
-        if config.old_log_probs == "recompute":
-            old = joint_log_prob(before, tile, reduction=self._reduction)
-        parts = {name: self._stream(name, tile, new[name], old[name], steps, before) for name in new}
-        loss = over_streams(config, {name: part.loss for name, part in parts.items()})
-        means = {"clip_fraction": largest([part.clipped for part in parts.values()])}
-        if config.kl_beta > 0:
-            kl = transition_kl(config, tile, policies)
-            loss, means["kl"] = loss + config.kl_beta * kl, kl.detach()
-        maxima = {
-            "ratio_max_deviation": largest([(part.ratio.detach() - 1).abs() for part in parts.values()]),
-            "log_prob_max_difference": largest([(new[name].detach() - old[name]).abs() for name in new]),
-        }
-        return PairLosses(loss=loss, means=means, maxima=maxima)
-
-    def _stream(
-        self,
-        name: str,
-        tile: Tile,
-        new: Tensor,
-        old: Tensor,
-        steps: Mapping[str, StepDistribution],
-        before: Mapping[str, StepDistribution],
-    ) -> PolicyLoss:
+    def stream_loss(self, name: str, tile: Tile, new: Tensor, old: Tensor, policies: Policies) -> PolicyLoss:
+        """See FlowGrpo.stream_loss."""
+        step, before = policies.distribution(tile)[name], policies.distribution(tile, "old")[name]
         return guarded_loss(
             new,
             old,
             tile.advantages,
-            mean=steps[name].mean,
-            old_mean=before[name].mean,
-            std=steps[name].std.flatten(1).mean(dim=1),
+            mean=step.mean,
+            old_mean=before.mean,
+            std=step.std.flatten(1).mean(dim=1),
             dt=tile.next_sigmas[name] - tile.sigmas[name],
             clip_low=self._config.clip_low,
             clip_high=self._config.clip_high,
