@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from verst.config.algorithms import AdapterOffReference as AdapterOffReference
 
@@ -30,11 +30,12 @@ from verst.config.basis import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    UnitFloat,
 )
 from verst.config.basis import Section as Section
-from verst.config.checks import divides
 from verst.config.data import AutoencoderConfig as AutoencoderConfig
+from verst.config.engine import ClusterConfig as ClusterConfig
+from verst.config.engine import EngineConfig as EngineConfig
+from verst.config.engine import NativeEngine as NativeEngine
 from verst.config.filters import DynamicConfig as DynamicConfig
 from verst.config.filters import FilterConfig as FilterConfig
 from verst.config.filters import NoFilter as NoFilter
@@ -77,6 +78,8 @@ from verst.config.sync import CudaIpcSync as CudaIpcSync
 from verst.config.sync import DiskSync as DiskSync
 from verst.config.sync import ShmSync as ShmSync
 from verst.config.sync import SyncConfig as SyncConfig
+from verst.config.trainer import ParallelConfig as ParallelConfig
+from verst.config.trainer import TrainerConfig as TrainerConfig
 from verst.config.watch import AlarmConfig as AlarmConfig
 from verst.config.watch import ClipFractionAlarm as ClipFractionAlarm
 from verst.config.watch import DiversityCollapseAlarm as DiversityCollapseAlarm
@@ -90,7 +93,6 @@ from verst.config.watch import RewardDropAlarm as RewardDropAlarm
 from verst.config.watch import RewardHackingAlarm as RewardHackingAlarm
 from verst.config.watch import WatchConfig as WatchConfig
 from verst.config.watch import ZeroSignalAlarm as ZeroSignalAlarm
-from verst.errors import ConfigError
 
 
 class RunConfig(Section):
@@ -207,96 +209,6 @@ class RolloutConfig(Section):
     """Sampling until enough groups have passed the filters."""
 
 
-class ParallelConfig(Section):
-    """Degrees whose product is trainer.ranks. replicate x shard ranks see different samples; ring x ulysses ranks see
-    the same ones and hold a part of the tokens each."""
-
-    replicate: PositiveInt = 1
-    """Copies of the sharded model (HSDP)."""
-    shard: PositiveInt | None = None
-    """FSDP2 ranks of different samples; unset = what is left of trainer.ranks. Sequence ranks shard the model too."""
-    ring: PositiveInt = 1
-    """Ranks round which keys and values of an attention travel; only for families whose attention has no mask."""
-    ulysses: PositiveInt = 1
-    """Ranks that exchange tokens for heads around each attention; divides the model's heads."""
-
-    @property
-    def sequence(self) -> int:
-        """Ranks that share the tokens of a sample."""
-        return self.ring * self.ulysses
-
-
-class TrainerConfig(Section):
-    ranks: PositiveInt = 1
-    """Trainer processes."""
-    parallel: ParallelConfig = ParallelConfig()
-    """How they share the work; by default FSDP2 shards the model over all of them."""
-    tile_size: PositiveInt
-    """(sample, step) pairs of one forward and backward; equal to rollout.microgroup_size for a ratio of exactly 1."""
-    steps_per_rollout: PositiveInt = 1
-    """Optimizer steps taken on one rollout; divides rollout.num_groups."""
-    lr: NonNegativeFloat = 1e-4
-    """Peak learning rate."""
-    betas: tuple[UnitFloat, UnitFloat] = (0.9, 0.999)
-    """AdamW's moment decays."""
-    adam_epsilon: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
-    grad_clip: PositiveFloat | None = 1.0
-    """Largest global gradient norm; unset keeps the key's default, use a large number to switch it off."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up; linear and cosine end at 0."""
-    warmup_steps: NonNegativeInt = 0
-    """Optimizer steps from 0 to lr."""
-    ema_decay: UnitFloat | None = None
-    """Moving average of the trained weights, once an optimizer step; unset = none is kept."""
-    train_text_encoders: Flag = False
-    """SFT only: train the text encoders too."""
-
-    @model_validator(mode="after")
-    def _degrees(self) -> TrainerConfig:
-        """The degrees make up the ranks."""
-        parallel = self.parallel
-        for name, degree in (("ulysses", parallel.ulysses), ("ring", parallel.ring), ("replicate", parallel.replicate)):
-            divides(f"trainer.parallel.{name}", degree, "trainer.ranks", self.ranks)
-        others = parallel.replicate * parallel.sequence
-        product = others * (parallel.shard or 1)
-        if product != self.ranks if parallel.shard else self.ranks % others:
-            raise ConfigError(
-                f"trainer.ranks = {self.ranks} is not made up by trainer.parallel: replicate = {parallel.replicate}, "
-                f"shard = {parallel.shard or 'unset'}, ring = {parallel.ring}, ulysses = {parallel.ulysses}; "
-                f"nearest that is: ranks = {max(1, round(self.ranks / product)) * others if not parallel.shard else product}"
-            )
-        return self
-
-    @property
-    def data_ranks(self) -> int:
-        """Groups of ranks that see different samples."""
-        return self.ranks // self.parallel.sequence
-
-    def data_rank(self, rank: int) -> int:
-        """Which of them `rank` belongs to: ranks of one sequence are neighbours."""
-        return rank // self.parallel.sequence
-
-
-class NativeEngine(Section):
-    type: Literal["native"] = "native"
-    num: PositiveInt = 1
-    """Engine processes."""
-    max_batch: PositiveInt = 64
-    """Samples of one transformer batch when requests of equal geometry are joined (never when deterministic)."""
-    queue_size: PositiveInt = 64
-    """Requests that may wait; one more is answered 503."""
-    request_timeout_s: PositiveFloat = 600.0
-    """Seconds one request may take, waiting included."""
-    host: str = "127.0.0.1"
-    """Address that the server listens on."""
-    port: Annotated[int, Field(ge=0, le=65535, strict=True)] = 0
-    """First engine's port, the next engines take the following ones; 0 = any free port."""
-
-
-EngineConfig = NativeEngine
-
-
 class CheckpointConfig(Section):
     every: PositiveInt = 10
     """Iterations between checkpoints; the last iteration is always saved."""
@@ -328,15 +240,6 @@ class EvalConfig(Section):
     """Pictures in the PNG grid."""
     weights: Literal["live", "ema"] = "live"
     """Which weights are evaluated; ema needs trainer.ema_decay."""
-
-
-class ClusterConfig(Section):
-    address: str | None = None
-    """Address of a running Ray cluster; unset = a local one is started and stopped with the run."""
-    num_cpus: PositiveInt | None = None
-    """CPUs of the local Ray; unset = the machine's cores."""
-    object_store_bytes: PositiveInt = 256 * 2**20
-    """Size of the local Ray's object store."""
 
 
 class TrackerConfig(Section):

@@ -1,0 +1,37 @@
+"""The tables of rollout engines and of the cluster that holds all processes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from verst.config.basis import PositiveFloat, PositiveInt, Section
+
+
+class NativeEngine(Section):
+    type: Literal["native"] = "native"
+    num: PositiveInt = 1
+    """Engine processes."""
+    max_batch: PositiveInt = 64
+    """Samples of one transformer batch when requests of equal geometry are joined (never when deterministic)."""
+    queue_size: PositiveInt = 64
+    """Requests that may wait; one more is answered 503."""
+    request_timeout_s: PositiveFloat = 600.0
+    """Seconds one request may take, waiting included."""
+    host: str = "127.0.0.1"
+    """Address that the server listens on."""
+    port: Annotated[int, Field(ge=0, le=65535, strict=True)] = 0
+    """First engine's port, the next engines take the following ones; 0 = any free port."""
+
+
+EngineConfig = NativeEngine
+
+
+class ClusterConfig(Section):
+    address: str | None = None
+    """Address of a running Ray cluster; unset = a local one is started and stopped with the run."""
+    num_cpus: PositiveInt | None = None
+    """CPUs of the local Ray; unset = the machine's cores."""
+    object_store_bytes: PositiveInt = 256 * 2**20
+    """Size of the local Ray's object store."""

@@ -1,0 +1,82 @@
+"""The trainer's tables: how ranks share the work, the optimizer and its schedule."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from verst.config.basis import Flag, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, UnitFloat
+from verst.config.checks import divides
+from verst.errors import ConfigError
+
+
+class ParallelConfig(Section):
+    """Degrees whose product is trainer.ranks. replicate x shard ranks see different samples; ring x ulysses ranks see
+    the same ones and hold a part of the tokens each."""
+
+    replicate: PositiveInt = 1
+    """Copies of the sharded model (HSDP)."""
+    shard: PositiveInt | None = None
+    """FSDP2 ranks of different samples; unset = what is left of trainer.ranks. Sequence ranks shard the model too."""
+    ring: PositiveInt = 1
+    """Ranks round which keys and values of an attention travel; only for families whose attention has no mask."""
+    ulysses: PositiveInt = 1
+    """Ranks that exchange tokens for heads around each attention; divides the model's heads."""
+
+    @property
+    def sequence(self) -> int:
+        """Ranks that share the tokens of a sample."""
+        return self.ring * self.ulysses
+
+
+class TrainerConfig(Section):
+    ranks: PositiveInt = 1
+    """Trainer processes."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How they share the work; by default FSDP2 shards the model over all of them."""
+    tile_size: PositiveInt
+    """(sample, step) pairs of one forward and backward; equal to rollout.microgroup_size for a ratio of exactly 1."""
+    steps_per_rollout: PositiveInt = 1
+    """Optimizer steps taken on one rollout; divides rollout.num_groups."""
+    lr: NonNegativeFloat = 1e-4
+    """Peak learning rate."""
+    betas: tuple[UnitFloat, UnitFloat] = (0.9, 0.999)
+    """AdamW's moment decays."""
+    adam_epsilon: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    grad_clip: PositiveFloat | None = 1.0
+    """Largest global gradient norm; unset keeps the key's default, use a large number to switch it off."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up; linear and cosine end at 0."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps from 0 to lr."""
+    ema_decay: UnitFloat | None = None
+    """Moving average of the trained weights, once an optimizer step; unset = none is kept."""
+    train_text_encoders: Flag = False
+    """SFT only: train the text encoders too."""
+
+    @model_validator(mode="after")
+    def _degrees(self) -> TrainerConfig:
+        """The degrees make up the ranks."""
+        parallel = self.parallel
+        for name, degree in (("ulysses", parallel.ulysses), ("ring", parallel.ring), ("replicate", parallel.replicate)):
+            divides(f"trainer.parallel.{name}", degree, "trainer.ranks", self.ranks)
+        others = parallel.replicate * parallel.sequence
+        product = others * (parallel.shard or 1)
+        if product != self.ranks if parallel.shard else self.ranks % others:
+            raise ConfigError(
+                f"trainer.ranks = {self.ranks} is not made up by trainer.parallel: replicate = {parallel.replicate}, "
+                f"shard = {parallel.shard or 'unset'}, ring = {parallel.ring}, ulysses = {parallel.ulysses}; "
+                f"nearest that is: ranks = {max(1, round(self.ranks / product)) * others if not parallel.shard else product}"
+            )
+        return self
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of ranks that see different samples."""
+        return self.ranks // self.parallel.sequence
+
+    def data_rank(self, rank: int) -> int:
+        """Which of them `rank` belongs to: ranks of one sequence are neighbours."""
+        return rank // self.parallel.sequence
