@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -172,6 +173,21 @@ def test_every_family_is_tested_or_refused() -> None:
         if family.name in whole:
             with pytest.raises(ConfigError, match=f"ulysses = 2: the tokens of {family.name} cannot be cut"):
                 check_degrees(family.name, family, {}, ulysses=2, ring=1)
+
+
+def test_table_of_families_in_the_docs() -> None:
+    """docs/parallel.md says of every pipeline class what its plan says."""
+    page = (Path(__file__).parents[1] / "docs" / "parallel.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if "Pipeline`" in line]
+    said = {row[1].strip("`"): (tuple(re.findall(r"`(\w+)`", row[2])), *row[3:]) for row in rows}
+    true: dict[str, Any] = {}
+    for pipeline, family in FAMILIES.items():
+        if isinstance(family, SplitsSequence):
+            plan = family.sequence_plan
+            true[pipeline] = (plan.heads, "yes", plan.ring or "yes")
+        else:
+            true[pipeline] = ((), "no", "no")
+    assert said == true
 
 
 def test_degrees_that_do_not_fit() -> None:
