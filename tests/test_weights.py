@@ -21,7 +21,7 @@ from verst.types import Conditioning
 from verst.weights.block import SharedBlock, open_block
 from verst.weights.digest import digest_of
 from verst.weights.lora import LoraSpec, attach_lora, is_lora_parameter, lora_spec_of
-from verst.weights.manifest import Certificate, Manifest, bucket_size, pack, verify, view_in
+from verst.weights.manifest import Certificate, Manifest, aligned, bucket_size, pack, verify, view_in
 from verst.weights.receive import WeightReceiver
 from verst.weights.send import LoraForm, Outgoing, trained_tensors
 from verst.weights.transports import ShmSender
@@ -415,3 +415,16 @@ def test_lora_starts_as_the_base_and_trains_only_itself(engine: nn.Module, base:
     trained = [name for name, p in engine.named_parameters() if p.requires_grad]
     assert len(trained) == 30
     assert all(is_lora_parameter(name) for name in trained)
+
+
+@pytest.mark.parametrize("dtypes", [[torch.bfloat16] * 3, [torch.float32, torch.bfloat16, torch.float32]])
+def test_filled_bucket_with_one_bad_value_names_its_tensor(dtypes: list[torch.dtype]) -> None:
+    tensors = {"first": torch.ones(3), "second": torch.ones(5, 2), "third": torch.ones(1)}
+    outgoing = Outgoing(version=3, tensors=tensors, dtypes=dict(zip(tensors, dtypes, strict=True)), lora=None)
+    (entries,) = outgoing.layout(2**20)
+    block = torch.zeros(aligned(bucket_size(entries)), dtype=torch.uint8)
+    outgoing.check_filled(block, entries, outgoing.fill(block, entries))
+    tensors["second"][4, 1] = float("-inf")
+    places = outgoing.fill(block, entries)
+    with pytest.raises(SyncError, match=r"weights of version 3 are not finite: second$"):
+        outgoing.check_filled(block, entries, places)

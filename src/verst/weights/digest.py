@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -36,23 +35,52 @@ _ROWS = {"cpu": 16, "cuda": 2048}
 _MULTIPLIER = 0x1B873593CC9E2D51
 
 
+class Digester:
+    """`digest_of` the same tensors again and again: what follows from names, shapes and places is made once."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], kind: DigestKind = "multilinear") -> None:
+        self._kind = kind
+        self._tensors = {name: tensors[name] for name in sorted(tensors)}
+        self._labels = [_label(name, _dtype_name(t.dtype), t.shape) for name, t in self._tensors.items()]
+
+    def digest(self) -> str:
+        """Of what the tensors hold now. At most one wait for each device."""
+        if self._kind == "sha256":
+            return f"sha256:{_sha256(self._tensors)}"
+        tensors = list(self._tensors.values())
+        values = [0] * len(tensors)
+        # Asked anew: a module may have been moved since.
+        devices: dict[torch.device, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            devices.setdefault(tensor.device, []).append(index)
+        for indices in devices.values():
+            found = word_digests([tensors[index] for index in indices]).tolist()
+            for index, value in zip(indices, found, strict=True):
+                values[index] = value
+        return _combined(zip(self._labels, values, strict=True))
+
+
 def digest_of(tensors: Mapping[str, Tensor], kind: DigestKind = "multilinear") -> str:
     """`<kind>:<hex>` over names (sorted), dtypes, shapes and bytes. At most one wait for each device."""
-    if kind == "sha256":
-        return f"sha256:{_sha256(tensors)}"
-    names = sorted(tensors)
-    return combine(
-        (name, str(tensors[name].dtype).removeprefix("torch."), tensors[name].shape, value)
-        for name, value in zip(names, _values(names, tensors), strict=True)
-    )
+    return Digester(tensors, kind).digest()
 
 
 def combine(parts: Iterable[tuple[str, str, Sequence[int], int]]) -> str:
     """The digest of tensors whose words are digested already: name, dtype, shape and D of each."""
-    whole = hashlib.sha256()
-    for name, dtype, shape, value in sorted(parts):
-        whole.update(f"{name}|{dtype}|{tuple(shape)}|{value % 2**64:016x}\n".encode())
-    return f"multilinear:{whole.hexdigest()}"
+    return _combined((_label(name, dtype, shape), value) for name, dtype, shape, value in sorted(parts))
+
+
+def _combined(parts: Iterable[tuple[str, int]]) -> str:
+    lines = "".join(f"{label}{value % 2**64:016x}\n" for label, value in parts)
+    return f"multilinear:{hashlib.sha256(lines.encode()).hexdigest()}"
+
+
+def _label(name: str, dtype: str, shape: Sequence[int]) -> str:
+    return f"{name}|{dtype}|{tuple(shape)}|"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def kind_of(digest: str) -> DigestKind:
@@ -74,17 +102,6 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _values(names: Sequence[str], tensors: Mapping[str, Tensor]) -> list[int]:
-    devices: dict[torch.device, list[str]] = {}
-    for name in names:
-        devices.setdefault(tensors[name].device, []).append(name)
-    found: dict[str, int] = {}
-    for group in devices.values():
-        values = word_digests([tensors[name].detach() for name in group]).tolist()
-        found |= dict(zip(group, values, strict=True))
-    return [found[name] for name in names]
-
-
 def _sha256(tensors: Mapping[str, Tensor]) -> str:
     sha = hashlib.sha256()
     for name in sorted(tensors):
@@ -98,10 +115,13 @@ def _by_triton(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     from verst.weights.digest_triton import segment_sums
 
     whole = [tensor.contiguous() for tensor in tensors]
-    # The kernel reads whole words; what ends in half a word, or begins in one, goes the other way.
-    fits = [t.data_ptr() % 4 == 0 and _num_bytes(t) % 4 == 0 for t in whole]
-    spans = tuple((t.data_ptr(), _num_bytes(t) // 4 if fit else 0) for t, fit in zip(whole, fits, strict=True))
-    plan = _plan(device, spans)
+    spans, fits = [], []
+    for tensor in whole:
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        # The kernel reads whole words; what ends in half a word, or begins in one, goes the other way.
+        fits.append(address % 4 == 0 and nbytes % 4 == 0)
+        spans.append((address, nbytes // 4 if fits[-1] else 0))
+    plan = _plan(device, tuple(spans))
     sums = segment_sums(plan, keys=segment_keys(device), segment=SEGMENT)
     out = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     out.index_add_(0, plan[2], sums)
@@ -175,7 +195,3 @@ def _odd_keys(index: Tensor) -> Tensor:
     x = ((x ^ (x >> 15)) * 0x735A2D97) & mask
     x = x ^ (x >> 15)
     return 2 * (x * _MULTIPLIER) + 1
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return math.prod(tensor.shape) * tensor.element_size()

@@ -45,8 +45,9 @@ class MergedLora:
     def merge(self) -> None:
         """Write the sum of base and pairs into the layers."""
         for batch in self._batches:
-            product = torch.baddbmm(batch.base.float(), batch.b, batch.a, alpha=self._scale)
-            copy_all([layer.weight for layer in batch.layers.values()], product.to(batch.base.dtype).unbind(0))
+            # The sum is made in fp32, in the product's memory, and rounded as it is copied.
+            total = torch.bmm(batch.b, batch.a).mul_(self._scale).add_(batch.base)
+            copy_all([layer.weight for layer in batch.layers.values()], total.unbind(0))
 
     def to(self, device: torch.device) -> None:
         for batch in self._batches:

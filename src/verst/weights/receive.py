@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from verst.errors import ConfigError, SyncError
-from verst.weights.digest import digest_of, kind_of
+from verst.weights.digest import Digester, DigestKind, kind_of
 from verst.weights.lora import LoraSpec, attach_lora, detach_lora, is_lora_parameter, lora_spec_of
 from verst.weights.manifest import Certificate, Manifest, TensorEntry
 from verst.weights.merge import MergedLora
@@ -25,6 +25,8 @@ class WeightReceiver:
         self._transports: dict[str, Receiver] = {}
         self._merged: MergedLora | None = None
         self._known: tuple[Any, dict[str, Tensor]] | None = None
+        self._digesters: dict[DigestKind, Digester] = {}
+        """Of the known targets."""
         self.invalid: str | None = None
         """Why the weights are of no version at all: an update broke off in the middle. None = they are whole."""
 
@@ -69,7 +71,10 @@ class WeightReceiver:
         for tensors in incoming.buckets():
             copy_all([targets[name] for name in tensors], list(tensors.values()))
         sent = incoming.digest()
-        held = digest_of(targets, kind_of(sent))
+        kind = kind_of(sent)
+        if kind not in self._digesters:
+            self._digesters[kind] = Digester(targets, kind)
+        held = self._digesters[kind].digest()
         if held != sent:
             self.invalid = f"version {version} arrived damaged"
             raise SyncError(
@@ -93,7 +98,7 @@ class WeightReceiver:
         except SyncError as error:
             transport.refuse(manifest, str(error))
             raise
-        self._known = (key, targets)
+        self._known, self._digesters = (key, targets), {}
         return targets
 
     def _targets(self, finetune: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ class Outgoing:
         return {"type": "full"} if self.lora is None else {"type": "lora", "form": self.form, **self.lora.to_dict()}
 
     def layout(self, bucket_bytes: int) -> list[list[TensorEntry]]:
-        return pack({name: t.shape for name, t in self.tensors.items()}, self.dtypes, bucket_bytes=bucket_bytes)
+        """The entries of each bucket; the same lists for the same names, shapes and dtypes, so not to be changed."""
+        return _layout(tuple((name, t.shape, self.dtypes[name]) for name, t in self.tensors.items()), bucket_bytes)
 
     def fill(self, block: Tensor | None, entries: Sequence[TensorEntry]) -> list[Tensor]:
         """The entries' tensors into their places in `block`, a bucket's bytes; the places. A collective.
@@ -51,6 +53,12 @@ class Outgoing:
         views = [view_in(block, entry) for entry in entries]
         copy_all(views, sources)
         return views
+
+    def check_filled(self, block: Tensor, entries: Sequence[TensorEntry], places: Sequence[Tensor]) -> None:
+        """`check_finite` of a bucket whose bytes between tensors are 0: one reduction where all is well."""
+        dtypes = {place.dtype for place in places}
+        if len(dtypes) > 1 or not _are_finite([block.view(dtypes.pop())])[0]:
+            self.check_finite(places, entries)
 
     def check_finite(self, tensors: Sequence[Tensor], entries: Sequence[TensorEntry]) -> None:
         """Of whole tensors, rounded. Raises SyncError that names those that are not."""
@@ -71,13 +79,22 @@ class Outgoing:
 def _are_finite(tensors: Sequence[Tensor], limits: Sequence[float] | None = None) -> list[bool]:
     # The largest magnitude of each, in few launches and one wait: NaN and infinity survive it, and half precision
     # cannot overflow in it.
-    filled = [index for index, tensor in enumerate(tensors) if tensor.numel()]
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.numel():
+            by_dtype.setdefault(tensor.dtype, []).append(index)
     good = [True] * len(tensors)
-    if filled:
-        largest = torch.stack([norm.float() for norm in torch._foreach_norm([tensors[i] for i in filled], math.inf)])
-        for index, value in zip(filled, largest.tolist(), strict=True):
+    for indices in by_dtype.values():
+        largest = torch.stack(torch._foreach_norm([tensors[i] for i in indices], math.inf)).tolist()
+        for index, value in zip(indices, largest, strict=True):
             good[index] = math.isfinite(value) and (limits is None or value <= limits[index])
     return good
+
+
+@functools.lru_cache(maxsize=8)
+def _layout(tensors: tuple[tuple[str, torch.Size, torch.dtype], ...], bucket_bytes: int) -> list[list[TensorEntry]]:
+    shapes, dtypes = {name: shape for name, shape, _ in tensors}, {name: dtype for name, _, dtype in tensors}
+    return pack(shapes, dtypes, bucket_bytes=bucket_bytes)
 
 
 def trained_tensors(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from verst.errors import SyncError
-from verst.weights.digest import DigestKind, digest_of
-from verst.weights.manifest import Bucket, Manifest, aligned, bucket_size, view_in
+from verst.weights.digest import Digester, DigestKind
+from verst.weights.manifest import Bucket, Manifest, TensorEntry, aligned, bucket_size, view_in
 from verst.weights.send import Outgoing, copy_all, gather
 from verst.weights.transports.base import Incoming
 
@@ -34,27 +34,25 @@ class CudaIpcSender:
         self._staging: Tensor | None = None
         self._endpoint: dict[str, Any] = {}
         self._buckets: list[Bucket] = []
+        self._layout: list[list[TensorEntry]] = []
         self._views: list[list[Tensor]] = []
+        self._digester: Digester | None = None
 
     def publish(self, outgoing: Outgoing, *, receivers: int = 1) -> Manifest | None:
         del receivers
         layout = outgoing.layout(self._bucket_bytes)
-        if self._rank == 0 and [bucket["tensors"] for bucket in self._buckets] != layout:
+        if self._rank == 0 and self._layout is not layout:
             self._stage(layout)
         for index, entries in enumerate(layout):
             names = [entry["name"] for entry in entries]
             sources = gather([outgoing.tensors[n] for n in names], [outgoing.dtypes[n] for n in names])
             if self._rank == 0:
                 copy_all(self._views[index], sources)
-                outgoing.check_finite(self._views[index], entries)
+                outgoing.check_filled(self._block(self._buckets[index]), entries, self._views[index])
         if self._rank:
             return None
-        views = {
-            entry["name"]: view
-            for entries, places in zip(layout, self._views, strict=True)
-            for entry, view in zip(entries, places, strict=True)
-        }
-        digest = digest_of(views, self._digest)
+        assert self._digester is not None
+        digest = self._digester.digest()
         # The engine reads on a stream of its own.
         torch.cuda.current_stream(self._device).synchronize()
         return Manifest(
@@ -66,7 +64,12 @@ class CudaIpcSender:
             digest=digest,
         )
 
-    def _stage(self, layout: list[list[Any]]) -> None:
+    def _block(self, bucket: Bucket) -> Tensor:
+        assert self._staging is not None
+        start = int(bucket["handle"])
+        return self._staging[start : start + bucket["nbytes"]]
+
+    def _stage(self, layout: list[list[TensorEntry]]) -> None:
         sizes = [aligned(bucket_size(entries)) for entries in layout]
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         if self._staging is None or len(self._staging) < sum(sizes):
@@ -80,10 +83,13 @@ class CudaIpcSender:
             Bucket(handle=str(start), nbytes=size, tensors=entries)
             for start, size, entries in zip(starts, sizes, layout, strict=True)
         ]
-        self._views = [
-            [view_in(self._staging[start : start + size], entry) for entry in entries]
-            for start, size, entries in zip(starts, sizes, layout, strict=True)
-        ]
+        # What an earlier layout left between the tensors of this one would be taken for theirs.
+        self._staging.zero_()
+        self._layout = layout
+        self._views = [[view_in(self._block(bucket), e) for e in bucket["tensors"]] for bucket in self._buckets]
+        names = [entry["name"] for entries in layout for entry in entries]
+        views = [view for places in self._views for view in places]
+        self._digester = Digester(dict(zip(names, views, strict=True)), self._digest)
 
     def send(self) -> str | None:
         return None
@@ -92,7 +98,7 @@ class CudaIpcSender:
         """The buffer stays for the next publication."""
 
     def close(self) -> None:
-        self._views, self._buckets, self._staging = [], [], None
+        self._layout, self._views, self._buckets, self._staging, self._digester = [], [], [], None, None
 
 
 class _Staged:
