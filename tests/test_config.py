@@ -87,6 +87,7 @@ VALUES = [
     ),
     ("model.finetune.rank=8", "model.finetune.type is missing; one of: 'full', 'lora'"),
     ("algorithm.type=grpo", "algorithm.type = 'grpo': did you mean 'flow_grpo'? valid: 'flow_grpo'"),
+    ("algorithm.type=custom", "algorithm.type = 'custom': valid: 'flow_grpo', 'grpo_guard'"),
     ("rewards=[]", "rewards = []: tuple should have at least 1 item"),
     ('rewards=[{type="ocrr"}]', "rewards.0.type = 'ocrr': did you mean 'ocr'? valid: 'ocr', 'jpeg_size'"),
     ("rewards=[{weight=1.0}]", "rewards.0.type is missing; one of: 'ocr'"),

@@ -7,12 +7,12 @@ from typing import Any
 
 from verst.algorithms.awm import Awm
 from verst.algorithms.base import Algorithm
-from verst.algorithms.custom import Custom
 from verst.algorithms.dpo import Dpo
 from verst.algorithms.flow_grpo import FlowGrpo
 from verst.algorithms.grpo_guard import GrpoGuard
 from verst.algorithms.nft import Nft
 from verst.algorithms.online_sft import OnlineSft
+from verst.algorithms.python import Python
 from verst.config import sections as s
 
 ALGORITHMS: dict[type[s.AlgorithmBase], Callable[..., Algorithm]] = {
@@ -22,7 +22,7 @@ ALGORITHMS: dict[type[s.AlgorithmBase], Callable[..., Algorithm]] = {
     s.AwmConfig: Awm,
     s.DpoConfig: Dpo,
     s.OnlineSftConfig: OnlineSft,
-    s.CustomAlgorithm: Custom,
+    s.PythonAlgorithm: Python,
 }
 """Recipe section -> algorithm."""
 

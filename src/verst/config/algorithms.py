@@ -105,12 +105,17 @@ class CleanSamples(AlgorithmBase):
         return num_levels(num_steps, self.timestep_fraction)
 
 
-class ClippedRatio(ReferenceKl, AlgorithmBase):
-    """Of the algorithms that clip the ratio of recorded steps."""
+class ClipRange(Section):
+    """Of the algorithms that clip a ratio; they report the share of pairs outside as policy/clip_fraction."""
 
     clip_low: PositiveFloat = 1e-4
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: PositiveFloat = 1e-4
+
+
+class ClippedRatio(ClipRange, ReferenceKl, AlgorithmBase):
+    """Of the algorithms that clip the ratio of recorded steps."""
+
     old_log_probs: Literal["rollout", "recompute"] = "rollout"
     """The ratio's denominator: what the engine recorded, or what the trainer computes on the same tiles before the first
     optimizer step of a rollout, which takes one forward more of all later steps' pairs."""
@@ -155,7 +160,7 @@ class NftConfig(OldPolicySchedule, ReferenceKl, CleanSamples):
     """An advantage of +-this is certainly good or bad."""
 
 
-class AwmConfig(OldPolicySchedule, ReferenceKl, CleanSamples):
+class AwmConfig(OldPolicySchedule, ClipRange, ReferenceKl, CleanSamples):
     label: ClassVar[str] = "AWM"
 
     type: Literal["awm"] = "awm"
@@ -206,10 +211,10 @@ class OnlineSftConfig(ReferenceKl, CleanSamples):
         return math.ceil(group_size * self.keep_fraction)
 
 
-class CustomAlgorithm(OldPolicySchedule, CleanSamples):
-    label: ClassVar[str] = "the custom algorithm"
+class PythonAlgorithm(OldPolicySchedule, CleanSamples):
+    label: ClassVar[str] = "the algorithm of your own"
 
-    type: Literal["custom"] = "custom"
+    type: Literal["python"] = "python"
     path: ObjectPath
     """`module:object`, or the name of an installed entry point of the group verst.algorithms: a function
     `loss(tile, policies, **options)` with one loss a pair, or a class made with the options that has such a method."""
@@ -233,6 +238,6 @@ class CustomAlgorithm(OldPolicySchedule, CleanSamples):
 
 
 AlgorithmConfig = Annotated[
-    FlowGrpoConfig | GrpoGuardConfig | NftConfig | AwmConfig | DpoConfig | OnlineSftConfig | CustomAlgorithm,
+    FlowGrpoConfig | GrpoGuardConfig | NftConfig | AwmConfig | DpoConfig | OnlineSftConfig | PythonAlgorithm,
     Field(discriminator="type"),
 ]

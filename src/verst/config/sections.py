@@ -14,7 +14,6 @@ from verst.config.algorithms import AdvantageConfig as AdvantageConfig
 from verst.config.algorithms import AlgorithmBase as AlgorithmBase
 from verst.config.algorithms import AlgorithmConfig as AlgorithmConfig
 from verst.config.algorithms import AwmConfig as AwmConfig
-from verst.config.algorithms import CustomAlgorithm as CustomAlgorithm
 from verst.config.algorithms import DpoConfig as DpoConfig
 from verst.config.algorithms import EmaReference as EmaReference
 from verst.config.algorithms import FlowGrpoConfig as FlowGrpoConfig
@@ -22,6 +21,7 @@ from verst.config.algorithms import FrozenReference as FrozenReference
 from verst.config.algorithms import GrpoGuardConfig as GrpoGuardConfig
 from verst.config.algorithms import NftConfig as NftConfig
 from verst.config.algorithms import OnlineSftConfig as OnlineSftConfig
+from verst.config.algorithms import PythonAlgorithm as PythonAlgorithm
 from verst.config.algorithms import StreamWeights as StreamWeights
 from verst.config.basis import DType as DType
 from verst.config.basis import (

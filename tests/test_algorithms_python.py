@@ -23,7 +23,7 @@ def example() -> str:
 
 
 def section(path: str, more: str = "") -> str:
-    return f'algorithm={{type="custom", path="{path}", pairs="noised", old_policy="follows"{more}}}'
+    return f'algorithm={{type="python", path="{path}", pairs="noised", old_policy="follows"{more}}}'
 
 
 def test_the_pages_example_is_short() -> None:
@@ -78,7 +78,7 @@ def test_a_function_on_recorded_steps_is_the_policy_gradient(tmp_path: Path) -> 
     found = []
     for algorithm in (
         'algorithm={type="flow_grpo"}',
-        f'algorithm={{type="custom", path="{__name__}:weighted_by_advantage", pairs="recorded"}}',
+        f'algorithm={{type="python", path="{__name__}:weighted_by_advantage", pairs="recorded"}}',
     ):
         recipe = recipe_with(tmp_path, algorithm, "trainer.grad_clip=1e9", "trainer.lr=0.0")
         (share,) = shares_of(recipe)
@@ -107,7 +107,7 @@ def test_what_cannot_be_used_is_refused_in_the_driver(tmp_path: Path, path: str,
 
 
 def test_a_loss_that_is_not_one_a_pair_stops_the_run(tmp_path: Path) -> None:
-    recipe = recipe_with(tmp_path, f'algorithm={{type="custom", path="{__name__}:one_number", pairs="recorded"}}')
+    recipe = recipe_with(tmp_path, f'algorithm={{type="python", path="{__name__}:one_number", pairs="recorded"}}')
     (share,) = shares_of(recipe)
     with one_rank(recipe) as trainer, pytest.raises(InvariantError, match=r"one loss a pair, \(2,\)"):
         trainer.update(share)
@@ -120,6 +120,6 @@ def test_sampling_must_fit_the_pairs(tmp_path: Path, pairs: str, steps: str, mes
     with pytest.raises(ConfigError, match=message):
         recipe_with(
             tmp_path,
-            f'algorithm={{type="custom", path="mine:f", pairs="{pairs}"}}',
+            f'algorithm={{type="python", path="mine:f", pairs="{pairs}"}}',
             f'sampling.steps={{type="{steps}"}}',
         )

@@ -19,7 +19,7 @@ from verst.algorithms.base import (
     recorded_blocks,
 )
 from verst.algorithms.pairs import PairBlock, Tile
-from verst.config.algorithms import CustomAlgorithm
+from verst.config.algorithms import PythonAlgorithm
 from verst.config.plugins import load_object
 from verst.config.sections import SamplingConfig
 from verst.errors import ConfigError, InvariantError
@@ -28,13 +28,13 @@ ENTRY_POINTS = "verst.algorithms"
 Loss = Callable[[Tile, Policies], Any]
 
 
-class Custom:
+class Python:
     """A function `loss(tile, policies, **options)`, or a class made with the options that has `loss(tile, policies)`.
 
     It returns one loss a pair, [B], or PairLosses with metrics of its own.
     """
 
-    def __init__(self, config: CustomAlgorithm, *, sampling: SamplingConfig, seed: int) -> None:
+    def __init__(self, config: PythonAlgorithm, *, sampling: SamplingConfig, seed: int) -> None:
         """Imports the object. Raises ConfigError where there is none, or none of the two forms."""
         del sampling
         self._config = config
@@ -63,7 +63,7 @@ class Custom:
         return losses
 
 
-def _loss_of(target: Any, config: CustomAlgorithm) -> Loss:
+def _loss_of(target: Any, config: PythonAlgorithm) -> Loss:
     if not inspect.isclass(target):
         if not callable(target):
             raise ConfigError(f"algorithm.path = {config.path} is neither a function nor a class with a method `loss`")
