@@ -19,6 +19,7 @@ from verst.algorithms.grpo_guard import guarded_loss
 from verst.algorithms.pairs import PairBlock, Tile
 from verst.algorithms.sft import matching_error, velocity_loss
 from verst.config import sections as s
+from verst.config.watch import ClipFractionAlarm, KlAlarm, RatioDriftAlarm, why_silent
 from verst.flow.controller import make_transition
 from verst.flow.transitions import StepDistribution
 from verst.trainer.policies import distribution_of
@@ -197,6 +198,19 @@ def test_gradient_is_that_of_finite_differences(name: str) -> None:
         direction = drawn(5, 5, seed=20 + seed)
         expected = difference_along(loss, live, direction)
         assert float((gradient * direction).sum()) == pytest.approx(expected, rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("name", [*SECTIONS, "nft"])
+def test_an_alarm_is_allowed_where_the_loss_reports_its_metric(name: str) -> None:
+    """The rule stands in the recipe's classes, the metric in the losses: here they meet."""
+    section: Any = SECTIONS.get(name, s.NftConfig())
+    algorithm = make_algorithm(section, sampling=s.SamplingConfig(), seed=0)
+    weights = {role: torch.eye(5, dtype=DOUBLE) for role in ("live", "old", "reference")}
+    losses = algorithm.loss(tile_of([1.2, -0.7, 0.4, -1.1]), LinearPolicies(weights))
+    reported = {*losses.means, *losses.maxima}
+    alarms = {"clip_fraction": ClipFractionAlarm(), "ratio_max_deviation": RatioDriftAlarm(), "kl": KlAlarm(above=1.0)}
+    allowed = {metric for metric, alarm in alarms.items() if why_silent(alarm, section, ()) is None}
+    assert allowed == reported & alarms.keys()
 
 
 KL_ONLY = ["flow_grpo_kl", "flow_grpo_kl_no_dt", "grpo_guard_kl", "awm_kl"]

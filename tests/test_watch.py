@@ -121,7 +121,8 @@ NFT = {"algorithm": {"type": "nft"}, "sampling": {"num_steps": 4, "height": 64, 
         ({"alarms": [{"type": "grad_norm", "action": "rollback"}]}, "set checkpoint.keep_best = true"),
         ({"stop": {"metric": "reward/held"}}, "watch.stop.metric = 'reward/held' is read at no evaluation; one of: reward/heldout"),
         ({"alarms": [{"type": "reward_drop", "metric": "reward/gold/x"}]}, "watch.alarms.0.metric = 'reward/gold/x'"),
-        ({"nft": True, "alarms": [{"type": "clip_fraction"}]}, "algorithm.type = nft has no policy ratio"),
+        ({"nft": True, "alarms": [{"type": "clip_fraction"}]}, "algorithm.type = nft clips no ratio"),
+        ({"nft": True, "alarms": [{"type": "ratio_drift"}]}, "algorithm.type = nft has no ratio of recorded steps"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_watched_is_refused(tmp_path: Path, tables: dict[str, Any], message: str) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from verst.config.algorithms import AlgorithmConfig, ClippedRatio, ReferenceKl
+from verst.config.algorithms import AlgorithmConfig, ClippedRatio, ClipRange, PythonAlgorithm, ReferenceKl
 from verst.config.basis import NonNegativeFloat, NonNegativeInt, Number, PositiveFloat, PositiveInt, Section
 from verst.config.rewards import RewardConfig
 from verst.errors import ConfigError
@@ -161,8 +161,12 @@ class WatchConfig(Section):
 
 def why_silent(alarm: AlarmConfig, algorithm: AlgorithmConfig, gold: Sequence[str]) -> str | None:
     """Why this alarm could never be raised, and what to do; None where it could."""
-    if isinstance(alarm, RatioDriftAlarm | ClipFractionAlarm) and not isinstance(algorithm, ClippedRatio):
-        return f"algorithm.type = {algorithm.type} has no policy ratio; take the alarm out"
+    if isinstance(algorithm, PythonAlgorithm) and isinstance(alarm, RatioDriftAlarm | ClipFractionAlarm | KlAlarm):
+        return None  # its loss names its metrics, which only a run shows
+    if isinstance(alarm, RatioDriftAlarm) and not isinstance(algorithm, ClippedRatio):
+        return f"algorithm.type = {algorithm.type} has no ratio of recorded steps; take the alarm out"
+    if isinstance(alarm, ClipFractionAlarm) and not isinstance(algorithm, ClipRange):
+        return f"algorithm.type = {algorithm.type} clips no ratio; take the alarm out"
     if isinstance(alarm, KlAlarm) and not isinstance(algorithm, ReferenceKl):
         return f"algorithm.type = {algorithm.type} has no KL; take the alarm out"
     if isinstance(alarm, KlAlarm) and not algorithm.needs_reference:
@@ -217,7 +221,7 @@ def _check_gold(watch: WatchConfig, trained: Sequence[str], gold: Sequence[str])
                 f"{where}: {name} is trained on too; a gold reward is another judge, with a name of its own"
             )
         if list(gold).count(name) > 1:
-            raise ConfigError(f"watch.gold: {name} appears twice; give custom rewards a `name` of their own")
+            raise ConfigError(f"watch.gold: {name} appears twice; give them a `name` of their own")
         if reward.weight != 1.0:
             raise ConfigError(
                 f"{where}.weight = {reward.weight:g}: a gold reward is never trained on; leave the key out"
