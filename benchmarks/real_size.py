@@ -46,6 +46,7 @@ from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.trainer.core import Trainer
 from verst.trainer.parallel import join_mesh, leave_mesh, open_store, shard
 from verst.trainer.policies import TrainerPolicies
+from verst.trainer.recompute import recompute_blocks
 from verst.trainer.rl import tile_loss
 from verst.types import Conditioning, Geometry, Latents, Microgroup, Sample, SampleKey
 from verst.weights.lora import LoraSpec, adaptable, attach_lora
@@ -358,7 +359,7 @@ def train_step(case: Case, module: nn.Module, microgroup: Microgroup, options: O
         if p.requires_grad:
             p.data = p.data.float()
     for model in adaptable(module):
-        model.enable_gradient_checkpointing()
+        recompute_blocks(model, case.family.fsdp_blocks, every=1)
     layout = join_mesh(
         rank=0, world_size=1, store=open_store("127.0.0.1", 0, rank=0, world_size=1), device=options.device
     )

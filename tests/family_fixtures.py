@@ -146,3 +146,21 @@ def run_pipeline(name: str, *, prompt: str | None = None, seed: int = 11) -> Pip
     finally:
         scheduler_class.step = original
     return PipelineRun(streams=list(steps.values()), media=media)
+
+
+@functools.cache
+def velocity_case(name: str, **changes: Any) -> dict[str, Any]:
+    """Two prompts of unlike length at unlike noise levels, guided where the family guides. Shared: change nothing."""
+    worker = tiny_worker(name)
+    job = resolve(
+        request_of(name, prompts=("a cat", "a longer prompt of a dog"), seeds=(1, 2), **changes), worker.components
+    )
+    shapes = worker.family.latent_shapes(worker.components, job.geometry)
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "model": worker.components.folder,
+        "conditioning": worker._encode([job]),
+        "guidance_scale": job.guidance_scale,
+        "latents": {stream: torch.randn((2, *shape), generator=generator) for stream, shape in shapes.items()},
+        "sigmas": {stream: torch.tensor([0.9, 0.4]) for stream in shapes},
+    }

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from verst.errors import ConfigError
 from verst.families import FAMILIES, Components, recognise
 from verst.families.sequence import SequenceGroups, SplitsSequence, check_degrees, split_sequence
+from verst.trainer.recompute import recompute_blocks
 from verst.weights.lora import adaptable
 
 NAMES = (
@@ -65,13 +66,15 @@ def _run(components: Components, case: dict[str, Any]) -> tuple[dict[str, Tensor
     return {name: v.detach() for name, v in velocity.items()}, gradients
 
 
-def _split(transformer: nn.Module, plan: Any, *, ring: bool) -> None:
+def _split(transformer: nn.Module, plan: Any, blocks: tuple[str, ...], *, ring: bool) -> None:
+    """Every other block computes its forward, exchanges included, again in the backward."""
     whole = dist.group.WORLD
     assert whole is not None
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     groups = SequenceGroups(ranks=whole, ulysses=alone if ring else whole, ring=whole if ring else alone)
     for model in adaptable(transformer):
-        split_sequence(model, plan, groups)
+        split = split_sequence(model, plan, groups)
+        recompute_blocks(model, blocks, every=2, split=split)
 
 
 def _difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -90,7 +93,8 @@ def _rank(rank: int, folder: Path) -> None:
         for layout in ("ulysses", "ring") if path.stem in RINGS else ("ulysses",):
             components = _load(case["model"])
             assert isinstance(components.family, SplitsSequence)
-            _split(components.transformer, components.family.sequence_plan, ring=layout == "ring")
+            family = components.family
+            _split(components.transformer, family.sequence_plan, family.fsdp_blocks, ring=layout == "ring")
             velocity, gradients = _run(components, case)
             for gradient in gradients.values():
                 dist.all_reduce(gradient)
@@ -104,34 +108,14 @@ def _rank(rank: int, folder: Path) -> None:
     leave_and_exit()
 
 
-def _case(name: str) -> dict[str, Any]:
-    """Two prompts of unlike length at unlike noise levels, guided where the family guides."""
-    # Not in the ranks: it would take them seconds.
-    from family_fixtures import request_of, tiny_worker
-
-    from verst.engine.resolve import resolve
-
-    worker = tiny_worker(name)
-    job = resolve(
-        request_of(name, prompts=("a cat", "a longer prompt of a dog"), seeds=(1, 2), **LIMITS.get(name, {})),
-        worker.components,
-    )
-    shapes = worker.family.latent_shapes(worker.components, job.geometry)
-    generator = torch.Generator().manual_seed(0)
-    return {
-        "model": worker.components.folder,
-        "conditioning": worker._encode([job]),
-        "guidance_scale": job.guidance_scale,
-        "latents": {stream: torch.randn((2, *shape), generator=generator) for stream, shape in shapes.items()},
-        "sigmas": {stream: torch.tensor([0.9, 0.4]) for stream in shapes},
-    }
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    # Not at the top: the ranks would take seconds for it.
+    from family_fixtures import velocity_case
+
     folder = tmp_path_factory.mktemp("sequence")
     for name in NAMES:
-        torch.save(_case(name), folder / f"{name}.case")
+        torch.save(velocity_case(name, **LIMITS.get(name, {})), folder / f"{name}.case")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(

@@ -27,10 +27,16 @@ CASES: dict[str, tuple[str, ...]] = {
     "full": (),
     "lora": (LORA, "sampling.guidance_scale=3.0"),
     "uneven": ("rollout.group_size=6", "rollout.num_groups=2"),
-    "hsdp": ("trainer.parallel.replicate=2", STEPS),
+    "hsdp": ("trainer.parallel.replicate=2", STEPS, 'trainer.activation_checkpointing="selective"'),
     "ulysses": ("trainer.parallel.ulysses=2", STEPS),
-    "ulysses_lora": ("trainer.parallel.ulysses=2", LORA, "sampling.guidance_scale=3.0", "algorithm.kl_beta=0.5"),
-    "ring": ("trainer.parallel.ring=2",),
+    "ulysses_lora": (
+        "trainer.parallel.ulysses=2",
+        'trainer.activation_checkpointing="full"',
+        LORA,
+        "sampling.guidance_scale=3.0",
+        "algorithm.kl_beta=0.5",
+    ),
+    "ring": ("trainer.parallel.ring=2", 'trainer.activation_checkpointing="full"'),
     "two_steps_with_kl": (
         STEPS,
         "algorithm.kl_beta=0.5",
@@ -67,7 +73,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     folder = tmp_path_factory.mktemp("ranks")
     found: dict[str, dict[str, Any]] = {}
     for name, overrides in CASES.items():
-        alone = [line for line in overrides if not line.startswith("trainer.parallel.")]
+        alone = [line for line in overrides if not line.startswith(("trainer.parallel.", "trainer.activation_"))]
         recipe = recipe_with(folder, CALM_ADAM, *alone)
         both = recipe_with(folder, CALM_ADAM, "trainer.ranks=2", *overrides)
         (share,) = shares_of(recipe, score=lambda key, name=name: score(name, key))

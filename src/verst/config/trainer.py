@@ -53,6 +53,11 @@ class TrainerConfig(Section):
     """Optimizer steps from 0 to lr."""
     ema_decay: UnitFloat | None = None
     """Moving average of the trained weights, once an optimizer step; unset = none is kept."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Repeated blocks that keep only their inputs for the backward and compute the rest again: none, every
+    checkpoint_every-th, or all. Gradients are the same bits; full costs about a third more time. docs/memory.md."""
+    checkpoint_every: PositiveInt | None = None
+    """Of selective: one block of this many; unset = 2."""
     train_text_encoders: Flag = False
     """SFT only: train the text encoders too."""
 
@@ -71,6 +76,20 @@ class TrainerConfig(Section):
                 f"nearest that is: ranks = {max(1, round(self.ranks / product)) * others if not parallel.shard else product}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _checkpointing(self) -> TrainerConfig:
+        if self.checkpoint_every is not None and self.activation_checkpointing != "selective":
+            raise ConfigError(
+                f"trainer.checkpoint_every = {self.checkpoint_every} with trainer.activation_checkpointing = "
+                f'"{self.activation_checkpointing}": only selective leaves blocks out; use "selective", or remove it'
+            )
+        return self
+
+    @property
+    def recompute_every(self) -> int | None:
+        """One repeated block of how many is computed again in the backward; None = no block is."""
+        return {"none": None, "selective": self.checkpoint_every or 2, "full": 1}[self.activation_checkpointing]
 
     @property
     def data_ranks(self) -> int:

@@ -14,8 +14,9 @@ from verst.errors import ConfigError
 from verst.families import ALL_PARTS, Components, recognise
 from verst.families.tiny import build_glyphs
 from verst.loops.forward import DTYPES, keep_islands_in_fp32
+from verst.trainer.recompute import recompute_blocks
 from verst.weights.adapter_files import load_adapters
-from verst.weights.lora import LoraSpec, attach_lora
+from verst.weights.lora import LoraSpec, adaptable, attach_lora
 
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
@@ -70,3 +71,11 @@ def trained_modules(components: Components, recipe: SftRecipe) -> Mapping[str, n
             if encoder is not None:
                 trained[name] = encoder.requires_grad_(True)
     return trained
+
+
+def recompute_transformer(components: Components, recipe: SftRecipe) -> None:
+    """What trainer.activation_checkpointing asks for."""
+    every = recipe.trainer.recompute_every
+    if every is not None:
+        for model in adaptable(components.transformer):
+            recompute_blocks(model, components.family.fsdp_blocks, every=every)

@@ -29,6 +29,7 @@ from verst.trainer.core import Ema, StepMetrics, TileLoss, Trainer
 from verst.trainer.parallel import Layout, join_mesh, leave_mesh, shard
 from verst.trainer.policies import ReferencePolicy, TrainerPolicies
 from verst.trainer.publishing import FORMS, SENDERS, Rank
+from verst.trainer.recompute import recompute_blocks
 from verst.weights.adapter_files import load_adapters
 from verst.weights.lora import LoraSpec, adaptable, attach_lora
 from verst.weights.manifest import Manifest
@@ -113,7 +114,7 @@ class RlTrainer:
         if config.needs_reference and isinstance(config.reference, s.FrozenReference):
             frozen = copy.deepcopy(self.transformer).requires_grad_(False).eval()
             self._distribute(frozen, layout)
-        self._distribute(self.transformer, layout)
+        self._distribute(self.transformer, layout, recompute_every=recipe.trainer.recompute_every)
         total = recipe.run.iterations * recipe.trainer.steps_per_rollout
         self.core = Trainer({"transformer": self.transformer}, recipe.trainer, total_steps=total, layout=layout)
         reference = None
@@ -139,11 +140,14 @@ class RlTrainer:
             dtype=self._dtype,
         )
 
-    def _distribute(self, module: nn.Module, layout: Layout) -> None:
-        if layout.sequence is not None:
-            assert isinstance(self.family, SplitsSequence)
-            for model in adaptable(module):
-                split_sequence(model, self.family.sequence_plan, layout.sequence)
+    def _distribute(self, module: nn.Module, layout: Layout, *, recompute_every: int | None = None) -> None:
+        for model in adaptable(module):
+            split = None
+            if layout.sequence is not None:
+                assert isinstance(self.family, SplitsSequence)
+                split = split_sequence(model, self.family.sequence_plan, layout.sequence)
+            if recompute_every is not None:
+                recompute_blocks(model, self.family.fsdp_blocks, every=recompute_every, split=split)
         shard(module, blocks=self.family.fsdp_blocks, mesh=layout.fsdp, compute_dtype=self._dtype)
 
     def _refuse_fp32_islands(self) -> None:
