@@ -16,6 +16,7 @@ import ray
 from verst.algorithms.pairs import PairBlock
 from verst.cluster.actors import EngineActor, ParserActor, RewardActor, TrainerActor
 from verst.cluster.calls import ActorPool, all_of, result_of
+from verst.cluster.placement import Placement
 from verst.config.plan import process_plan
 from verst.config.recipe import RlRecipe
 from verst.config.rewards import reward_name
@@ -45,8 +46,8 @@ class Cluster:
         self._recipe = recipe
         self._cuda = cuda
         self._device = "cuda" if cuda else "cpu"
-        self._owns_ray = False
         self._actors: list[Any] = []
+        self._placement = Placement(recipe, cuda=cuda)
         self.sync_choice = ""
         """Which transport carries the weights, and why."""
 
@@ -64,6 +65,7 @@ class Cluster:
             await self.engines.close()
         for actor in self._actors:
             ray.kill(actor)
+        self._placement.release()
         # An attached cluster goes on without us; a local one ends with all of its processes.
         ray.shutdown()
 
@@ -93,9 +95,11 @@ class Cluster:
     async def _start(self) -> None:
         recipe = self._recipe
         plan = {p.role: p for p in process_plan(recipe, cuda=self._cuda)}
+        await self._placement.reserve()
 
-        def spawn(cls: type, role: str, *args: Any, restarts: int = 0, **kwargs: Any) -> Any:
+        def spawn(cls: type, role: str, *args: Any, restarts: int = 0, place: int = 0, **kwargs: Any) -> Any:
             options: dict[str, Any] = {"num_cpus": plan[role].cpus, "num_gpus": plan[role].gpus}
+            options |= self._placement.options(role, place)
             if restarts:
                 options |= {"max_restarts": restarts, "max_task_retries": restarts}
             actor: Any = ray.remote(cls).options(**options).remote(*args, **kwargs)
@@ -103,10 +107,12 @@ class Cluster:
             return actor
 
         self._engines = [
-            spawn(EngineActor, "engine", recipe, index=i, device=self._device) for i in range(recipe.engine.num)
+            spawn(EngineActor, "engine", recipe, index=i, device=self._device, place=i)
+            for i in range(recipe.engine.num)
         ]
         ranks = [
-            spawn(TrainerActor, "trainer", recipe, rank=i, device=self._device) for i in range(recipe.trainer.ranks)
+            spawn(TrainerActor, "trainer", recipe, rank=i, device=self._device, place=i)
+            for i in range(recipe.trainer.ranks)
         ]
         parsers = [spawn(ParserActor, "parser", restarts=_RESTARTS) for _ in range(recipe.rollout.parsers.num)]
         self._parsers = ActorPool(parsers, role="parser")

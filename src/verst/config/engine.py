@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from verst.config.basis import PositiveFloat, PositiveInt, Section
+from verst.config.placement import FreePlacement, PlacementConfig
 
 
 class NativeEngine(Section):
@@ -35,3 +36,7 @@ class ClusterConfig(Section):
     """CPUs of the local Ray; unset = the machine's cores."""
     object_store_bytes: PositiveInt = 256 * 2**20
     """Size of the local Ray's object store."""
+    placement: PlacementConfig = FreePlacement()
+    """Which nodes and GPUs trainer ranks and engines get."""
+    wait_s: PositiveFloat = 60.0
+    """Seconds that a running cluster has to make room for `placement`; more where an autoscaler brings nodes."""

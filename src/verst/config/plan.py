@@ -75,15 +75,16 @@ def process_plan(recipe: RlRecipe, *, cuda: bool = False) -> list[ProcessPlan]:
     """The processes of a run. Parsers and rewards ask for no whole CPU: they work while engines compute.
 
     A reward with device = cuda asks for a sliver of a GPU, without which Ray may hide all GPUs from its process; engine and
-    trainer leave that much, so that one GPU still holds them all.
+    trainer leave that much, so that one GPU still holds them all. Placed separately they take the rest of a GPU each.
     """
     gpu = 1.0 if cuda else 0.0
     judges = (*recipe.rewards, *recipe.watch.gold)
     slivers = {reward_name(r): gpu * _SLIVER if _on_gpu(r) else 0.0 for r in judges}
-    half = round((gpu - sum(slivers[reward_name(r)] * r.workers for r in judges)) / 2, 4)
+    sharers = 1 if isinstance(recipe.cluster.placement, s.SeparatePlacement) else 2
+    share = round((gpu - sum(slivers[reward_name(r)] * r.workers for r in judges)) / sharers, 4)
     plan = [
-        ProcessPlan(role="engine", count=recipe.engine.num, cpus=0.5, gpus=half),
-        ProcessPlan(role="trainer", count=recipe.trainer.ranks, cpus=0.5, gpus=half),
+        ProcessPlan(role="engine", count=recipe.engine.num, cpus=0.5, gpus=share),
+        ProcessPlan(role="trainer", count=recipe.trainer.ranks, cpus=0.5, gpus=share),
         ProcessPlan(role="parser", count=recipe.rollout.parsers.num, cpus=0.01, gpus=0.0),
     ]
     for kind, rewards in (("reward", recipe.rewards), ("gold", recipe.watch.gold)):

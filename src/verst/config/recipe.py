@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from verst.config import sections as s
 from verst.config.checks import divides, nearest_divisor, nearest_fit
 from verst.config.filters import check_filters
+from verst.config.placement import check_placement
 from verst.config.rewards import is_group_wise
 from verst.config.rewards import reward_name as reward_name
 from verst.config.supervised import SftRecipe as SftRecipe
@@ -47,6 +48,7 @@ class RlRecipe(s.Section):
         self._check_reference()
         self._check_rewards()
         self._check_sync()
+        check_placement(self.cluster.placement, ranks=self.trainer.ranks, engines=self.engine.num)
         check_watch(
             self.watch,
             self.algorithm,

@@ -42,6 +42,10 @@ from verst.config.filters import NoFilter as NoFilter
 from verst.config.filters import PythonFilter as PythonFilter
 from verst.config.filters import RewardRangeFilter as RewardRangeFilter
 from verst.config.filters import ZeroVarianceFilter as ZeroVarianceFilter
+from verst.config.placement import ColocatedPlacement as ColocatedPlacement
+from verst.config.placement import FreePlacement as FreePlacement
+from verst.config.placement import PlacementConfig as PlacementConfig
+from verst.config.placement import SeparatePlacement as SeparatePlacement
 from verst.config.rewards import AestheticReward as AestheticReward
 from verst.config.rewards import AvSyncReward as AvSyncReward
 from verst.config.rewards import BrightnessReward as BrightnessReward

@@ -1,0 +1,130 @@
+"""Who stands where: what a recipe reserves, what is refused, and what Ray then does on two nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster as Nodes
+from run_fixtures import recipe_with
+
+from verst.cluster.placement import Placement, bundles_of, room_problem
+from verst.config import RlRecipe, load_recipe
+from verst.errors import ConfigError
+
+GRPO = Path(__file__).parent / "data" / "grpo.toml"
+COLOCATED = 'cluster.placement={type="colocated"}'
+SEPARATE = 'cluster.placement={type="separate", trainer_nodes="trainer", engine_nodes="engine"}'
+TWO = ("trainer.ranks=2", "engine.num=2")
+
+
+def recipe(*overrides: str) -> RlRecipe:
+    loaded = load_recipe(GRPO, overrides)
+    assert isinstance(loaded, RlRecipe)
+    return loaded
+
+
+def test_free_placement_reserves_nothing():
+    assert bundles_of(recipe(), cuda=True) == []
+
+
+def test_colocated_pairs_share_a_gpu():
+    (group,) = bundles_of(recipe(COLOCATED, *TWO), cuda=True)
+    assert (group.roles, group.count, group.strategy) == (("trainer", "engine"), 2, "PACK")
+    assert group.resources == {"CPU": 1.0, "GPU": 1.0}
+    assert bundles_of(recipe(COLOCATED), cuda=False)[0].resources == {"CPU": 1.0}
+
+
+def test_separate_processes_have_a_gpu_each_less_a_sliver_for_rewards():
+    reward = 'rewards=[{type="clip_score",path="clip",device="cuda"}]'
+    trainer, engine = bundles_of(recipe(SEPARATE, "trainer.ranks=2", reward), cuda=True)
+    assert (trainer.roles, trainer.count, engine.roles, engine.count) == (("trainer",), 2, ("engine",), 1)
+    assert trainer.resources == {"CPU": 0.5, "GPU": 0.999, "trainer": 0.001}
+    assert engine.resources == {"CPU": 0.5, "GPU": 0.999, "engine": 0.001}
+
+
+def test_colocated_needs_an_engine_for_each_rank():
+    with pytest.raises(ConfigError, match=r"engine\.num = 1 and trainer\.ranks = 2; use engine\.num = 2"):
+        recipe(COLOCATED, "trainer.ranks=2")
+
+
+@pytest.mark.parametrize(
+    ("placement", "nodes", "problem"),
+    [
+        ('{type="colocated"}', [{"CPU": 8, "GPU": 2}], None),
+        ('{type="colocated"}', [{"CPU": 8, "GPU": 1}, {"CPU": 8, "GPU": 1}], None),
+        ('{type="colocated"}', [{"CPU": 8, "GPU": 1}], "2 x 1 CPU, 1 GPU for trainer with engine .PACK. do not fit"),
+        ('{type="colocated"}', [{"CPU": 1, "GPU": 4}], "do not fit: 1 nodes have 1 CPU, 4 GPU"),
+        (
+            '{type="colocated", strategy="STRICT_PACK"}',
+            [{"CPU": 8, "GPU": 1}, {"CPU": 8, "GPU": 1}],
+            "do not fit on one node",
+        ),
+        ('{type="colocated", strategy="STRICT_SPREAD"}', [{"CPU": 8, "GPU": 8}], "need 2 nodes, 1 of them"),
+        ('{type="separate"}', [{"CPU": 8, "GPU": 4}], None),
+        ('{type="separate"}', [{"CPU": 8, "GPU": 3}], "ask for 4 GPUs together, 1 nodes have 3"),
+        ('{type="separate", engine_nodes="x"}', [{"CPU": 8, "GPU": 4}], "0.001 x for engine"),
+        ('{type="separate", engine_nodes="x"}', [{"CPU": 8, "GPU": 4, "x": 1}], None),
+    ],
+)
+def test_too_small_machines_are_told_what_they_lack(placement, nodes, problem):
+    found = room_problem(bundles_of(recipe(f"cluster.placement={placement}", *TWO), cuda=True), nodes)
+    if problem is None:
+        assert found is None
+    else:
+        assert re.search(problem, found), found
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[str]:
+    """The address of a cluster of two nodes on this machine, one marked for trainers, one for engines."""
+    nodes = Nodes(
+        initialize_head=True,
+        head_node_args={"num_cpus": 3, "resources": {"trainer": 1}, "include_dashboard": False},
+    )
+    nodes.add_node(num_cpus=3, resources={"engine": 1})
+    ray.init(nodes.address, log_to_driver=False, logging_level="error")
+    yield nodes.address
+    ray.shutdown()
+    nodes.shutdown()
+
+
+async def nodes_of(folder: Path, address: str, *overrides: str) -> dict[str, list[str]]:
+    """role -> node of each of two processes, placed as the cluster places them."""
+
+    class Whereabouts:  # here, so that it travels by value: workers cannot import tests
+        def node(self) -> str:
+            return ray.get_runtime_context().get_node_id()
+
+    config = recipe_with(folder, f'cluster.address="{address}"', "cluster.wait_s=2", *TWO, *overrides)
+    placement = Placement(config, cuda=False)
+    try:
+        await placement.reserve()
+        actors = {
+            role: [
+                ray.remote(Whereabouts).options(num_cpus=0.5, **placement.options(role, i)).remote() for i in range(2)
+            ]
+            for role in ("trainer", "engine")
+        }
+        return {role: ray.get([actor.node.remote() for actor in pair]) for role, pair in actors.items()}
+    finally:
+        placement.release()
+
+
+@pytest.mark.ray
+def test_two_nodes(tmp_path: Path, two_nodes: str):
+    def place(*overrides: str) -> dict[str, list[str]]:
+        return asyncio.run(nodes_of(tmp_path, two_nodes, *overrides))
+
+    placed = place(SEPARATE)
+    assert len(set(placed["trainer"])) == len(set(placed["engine"])) == 1
+    assert placed["trainer"] != placed["engine"]
+    placed = place('cluster.placement={type="colocated", strategy="STRICT_SPREAD"}')
+    assert placed["trainer"] == placed["engine"]
+    assert len(set(placed["trainer"])) == 2
+    with pytest.raises(ConfigError, match=r"0\.001 moon for trainer .*nodes have"):
+        place('cluster.placement={type="separate", trainer_nodes="moon"}')
