@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import diffusers
 import pytest
 import torch
 from family_fixtures import generate, request_of, run_pipeline, tiny_worker
@@ -10,6 +11,7 @@ from verst.engine.resolve import resolve
 from verst.families.base import to_uint8
 from verst.families.tiny import TINY
 from verst.types import Conditioning, Latents
+from verst.weights.lora import adaptable
 
 VARIANTS = sorted(TINY)
 
@@ -52,6 +54,14 @@ def test_velocity_is_what_the_pipeline_hands_its_scheduler(name: str) -> None:
         for stream, steps in zip(family.streams, run.streams, strict=True):
             assert torch.equal(ours[stream], steps[index].model_output.float()), f"{stream}, step {index}"
             assert torch.equal(family.pack(latents, conditioning.geometry)[stream], packed[stream].float())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_islands_are_those_that_the_model_is_written_for(name: str) -> None:
+    worker = tiny_worker(name)
+    for model in adaptable(worker.components.transformer):
+        own = getattr(diffusers, type(model).__name__)._keep_in_fp32_modules
+        assert set(worker.family.fp32_modules) == set(own or ())
 
 
 @pytest.mark.parametrize("name", [n for n in VARIANTS if TINY[n].euler])

@@ -23,6 +23,7 @@ from verst.types import SampleKey
 
 ON_CLEAN_SAMPLES = ('sampling.steps={type="none"}', "sampling.shared_initial_noise=false")
 STEPS = "trainer.steps_per_rollout=2"
+ISLANDS = ("model.dtype=bfloat16", 'model.fp32_modules=["norm_out", "norm1"]')
 CASES: dict[str, tuple[str, ...]] = {
     "full": (),
     "lora": (LORA, "sampling.guidance_scale=3.0"),
@@ -53,6 +54,12 @@ CASES: dict[str, tuple[str, ...]] = {
         *ON_CLEAN_SAMPLES,
         'algorithm={type="dpo", beta_dpo=50.0, reference={type="ema"}}',
         "trainer.ema_decay=0.9",
+    ),
+    "islands": (*ISLANDS, STEPS),
+    "islands_hsdp_lora": (
+        *ISLANDS,
+        'model.finetune={type="lora", rank=2, alpha=4.0, targets=["attn.to_q", "norm_out.linear"]}',
+        "trainer.parallel.replicate=2",
     ),
     "awm": (*ON_CLEAN_SAMPLES, 'algorithm={type="awm", kl_old=0.1}'),
 }
@@ -109,7 +116,11 @@ def test_two_ranks_step_as_one(results: dict[str, dict[str, Any]], name: str) ->
 def test_each_rank_holds_its_part(results: dict[str, dict[str, Any]]) -> None:
     for layout, case in results.items():
         for name, whole in case["alone"].items():
-            if layout == "hsdp":
+            island = "islands" in layout and ({"norm_out", "norm1"} & set(name.split(".")))
+            assert (name not in case["rank0"]["shards"]) == bool(island)
+            if island:
+                continue
+            if "hsdp" in layout:
                 assert [case[f"rank{r}"]["shards"][name] for r in range(2)] == [whole.shape] * 2
                 continue
             parts = [math.prod(case[f"rank{r}"]["shards"][name]) for r in range(2)]

@@ -19,6 +19,7 @@ import torch
 from rank_fixtures import leave_and_exit
 from run_fixtures import recipe_with, tiny_model
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from verst.algorithms.pairs import PairBlock
 from verst.config.recipe import RlRecipe
@@ -46,8 +47,8 @@ def uneven_score(key: SampleKey) -> float:
 
 
 @functools.cache
-def _worker(dtype: str) -> Worker:
-    return Worker(tiny_model(), dtype=DTYPES[dtype])
+def _worker(dtype: str, fp32_modules: tuple[str, ...]) -> Worker:
+    return Worker(tiny_model(), dtype=DTYPES[dtype], fp32_modules=fp32_modules)
 
 
 def groups_of(
@@ -58,7 +59,7 @@ def groups_of(
     score: Callable[[SampleKey], float] = uneven_score,
 ) -> list[Group]:
     """One rollout through the real engine worker and the real wire, scored by `score`."""
-    worker = worker or _worker(recipe.model.dtype)
+    worker = worker or _worker(recipe.model.dtype, recipe.model.fp32_modules)
     source = PromptSource(recipe.prompts.train, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
     scored = []
     for task in plan_rollout(recipe, source, rollout):
@@ -125,7 +126,7 @@ def rank_step(trainer_of: TrainerOf, rank: int, folder: Path) -> None:
         case: dict[str, Any] = torch.load(path, weights_only=False)
         trainer = trainer_of(case["recipe"])
         metrics = trainer.update(case["shares"][rank])
-        shards = {name: p.to_local().shape for name, p in trainer.core.named.items()}  # type: ignore[attr-defined]
+        shards = {name: p.to_local().shape for name, p in trainer.core.named.items() if isinstance(p, DTensor)}
         result = {"weights": trainer.weights(), "metrics": metrics, "shards": shards}
         torch.save(result, path.with_suffix(f".rank{rank}"))
         trainer.close()

@@ -86,7 +86,12 @@ def _worker(model: Path, device: str, checkpoint: str) -> tuple[Any, dict[str, A
     if index_file(model).exists():
         return Worker(model, device=_device(device)), {}
     recipe = stored_rl_recipe(model)
-    worker = Worker(recipe.model.path, dtype=getattr(torch, recipe.model.dtype), device=_device(device))
+    worker = Worker(
+        recipe.model.path,
+        dtype=getattr(torch, recipe.model.dtype),
+        fp32_modules=recipe.model.fp32_modules,
+        device=_device(device),
+    )
     load_trained(worker.components.transformer, recipe, find_checkpoint(model, checkpoint), ema=False)
     sampling = recipe.sampling
     return worker, {

@@ -40,6 +40,7 @@ class EngineActor(Process):
         self._server = EngineServer(
             recipe.model.path,
             dtype=DTYPES[recipe.model.dtype],
+            fp32_modules=recipe.model.fp32_modules,
             device=self._device,
             host=engine.host,
             port=engine.port + index if engine.port else 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from verst.config.algorithms import AdapterOffReference as AdapterOffReference
 
@@ -97,6 +97,7 @@ from verst.config.watch import RewardDropAlarm as RewardDropAlarm
 from verst.config.watch import RewardHackingAlarm as RewardHackingAlarm
 from verst.config.watch import WatchConfig as WatchConfig
 from verst.config.watch import ZeroSignalAlarm as ZeroSignalAlarm
+from verst.errors import ConfigError
 
 
 class RunConfig(Section):
@@ -137,12 +138,29 @@ class ModelConfig(Section):
     """A local folder in the diffusers layout (with model_index.json), or a hub id where there is a network."""
     dtype: DType = "float32"
     """Compute dtype of the transformer, in engine and trainer alike."""
+    fp32_modules: tuple[str, ...] = ()
+    """Modules of the transformer, by the last part of their names, to compute in float32 as well when dtype is a smaller one; the family's own always are (docs/precision.md)."""
     max_sequence_length: PositiveInt = 128
     """Tokens of the long text encoder (T5 in SD3)."""
     long_prompts: Literal["refuse", "truncate"] = "refuse"
     """What happens to a prompt longer than its encoder takes; truncation is counted."""
     finetune: Annotated[FullFinetune | LoraFinetune, Field(discriminator="type")] = FullFinetune()
     """What is trained: all of the transformer, or LoRA pairs."""
+
+    @model_validator(mode="after")
+    def _islands(self) -> ModelConfig:
+        if self.fp32_modules and self.dtype == "float32":
+            raise ConfigError(
+                f'model.fp32_modules = {list(self.fp32_modules)} with model.dtype = "float32": all is in float32 '
+                "already; leave fp32_modules out, or set a smaller dtype"
+            )
+        for name in self.fp32_modules:
+            if not name or "." in name:
+                raise ConfigError(
+                    f"model.fp32_modules names {name!r}; it must be one part of a dotted name, the last: "
+                    f"{name.rpartition('.')[2] or 'norm_out'!r}"
+                )
+        return self
 
 
 class SamplingConfig(Section):

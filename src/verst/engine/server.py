@@ -9,7 +9,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import torch
@@ -33,6 +33,7 @@ class EngineServer:
         folder: Path,
         *,
         dtype: torch.dtype = torch.float32,
+        fp32_modules: Sequence[str] = (),
         device: torch.device | str = "cpu",
         host: str = "127.0.0.1",
         port: int = 0,
@@ -45,6 +46,7 @@ class EngineServer:
     ) -> None:
         """port 0 takes any free one; threads 0 leaves torch's number as it is."""
         self._folder, self._dtype, self._device = folder, dtype, torch.device(device)
+        self._fp32_modules = fp32_modules
         self._host, self._port = host, port
         self._deterministic, self._threads = deterministic, threads
         self._prompt_cache_bytes = prompt_cache_bytes
@@ -185,7 +187,13 @@ class EngineServer:
         if self._deterministic:
             torch.backends.cudnn.benchmark = False
             torch.backends.cudnn.deterministic = True
-        return Worker(self._folder, dtype=self._dtype, device=self._device, prompt_cache_bytes=self._prompt_cache_bytes)
+        return Worker(
+            self._folder,
+            dtype=self._dtype,
+            device=self._device,
+            fp32_modules=self._fp32_modules,
+            prompt_cache_bytes=self._prompt_cache_bytes,
+        )
 
 
 def _resolve(host: str, port: int) -> tuple[int, int, int, str, tuple[str | int, ...]]:

@@ -60,10 +60,11 @@ class Worker:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        fp32_modules: Sequence[str] = (),
         prompt_cache_bytes: int = 256 * 2**20,
     ) -> None:
-        """Raises ModelError for a folder that cannot be loaded."""
-        self.family = recognise(folder)
+        """fp32_modules: beside the family's own. Raises ModelError for a folder that cannot be loaded."""
+        self.family = recognise(folder, fp32_modules=fp32_modules)
         self.device = torch.device(device)
         self.components = self.family.load(folder, parts=ALL_PARTS, dtype=dtype, device=self.device)
         self.prompt_cache = PromptCache(max_bytes=prompt_cache_bytes)

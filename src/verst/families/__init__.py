@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -62,8 +64,11 @@ class PerCheckpoint(Protocol):
         """The adapter of this folder. Raises ModelError."""
 
 
-def recognise(folder: Path) -> Family:
-    """The family of a diffusers folder. Raises ModelError, naming the file and what is known."""
+def recognise(folder: Path, *, fp32_modules: Sequence[str] = ()) -> Family:
+    """The family of a diffusers folder. Raises ModelError, naming the file and what is known.
+
+    fp32_modules: names to add to the family's own, see `Family.fp32_modules`.
+    """
     index = index_file(folder)
     try:
         name = json.loads(index.read_text())["_class_name"]
@@ -74,4 +79,8 @@ def recognise(folder: Path) -> Family:
     if name not in FAMILIES:
         raise ModelError(f"{index} is a {name}; known pipelines: {', '.join(sorted(FAMILIES))}")
     family = FAMILIES[name]
-    return family.for_checkpoint(folder) if isinstance(family, PerCheckpoint) else family
+    family = family.for_checkpoint(folder) if isinstance(family, PerCheckpoint) else family
+    if fp32_modules:
+        family = copy.copy(family)
+        family.fp32_modules = (*family.fp32_modules, *fp32_modules)
+    return family

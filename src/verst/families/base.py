@@ -65,6 +65,9 @@ class Family(Protocol):
     """Default module name suffixes of a LoRA."""
     fsdp_blocks: tuple[str, ...]
     """Class names of the repeated blocks that FSDP2 shards one by one."""
+    fp32_modules: tuple[str, ...]
+    """What stays fp32 in a model of half precision: parts of a parameter's dotted name, as diffusers' from_pretrained
+    takes them, so names of modules or of parameters. `recognise` adds the recipe's own to the model's."""
     unguided_scale: float
     """The largest guidance_scale that is no guidance, so that the negative prompt is never read: 1 as a rule, 0 where
     the formula is c + g (c - u), infinity in a model without an unconditional side."""

@@ -66,6 +66,7 @@ class Cosmos3:
         "mlp_moe_gen.gate_proj", "mlp_moe_gen.up_proj", "mlp_moe_gen.down_proj",
     )  # fmt: skip
     fsdp_blocks: tuple[str, ...] = ("Cosmos3VLTextMoTDecoderLayer",)
+    fp32_modules: tuple[str, ...] = ("time_embedder",)
     sequence_plan: SequencePlan = SequencePlan(
         blocks=(
             Blocks(

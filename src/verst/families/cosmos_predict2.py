@@ -45,6 +45,7 @@ class CosmosPredict2:
     streams: tuple[str, ...] = ("visual",)
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
     fsdp_blocks: tuple[str, ...] = ("CosmosTransformerBlock",)
+    fp32_modules: tuple[str, ...] = ("learnable_pos_embed",)
     sequence_plan: SequencePlan = SequencePlan(
         blocks=(
             Blocks(

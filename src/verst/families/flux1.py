@@ -39,6 +39,7 @@ class Flux1:
         "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
     )  # fmt: skip
     fsdp_blocks: tuple[str, ...] = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
+    fp32_modules: tuple[str, ...] = ()
     sequence_plan: SequencePlan = SequencePlan(
         blocks=tuple(
             Blocks(

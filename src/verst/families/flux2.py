@@ -44,6 +44,7 @@ class Flux2:
     lora_targets: tuple[str, ...] = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.to_qkv_mlp_proj")
     """The single-stream blocks' own `attn.to_out` is left out: in the others that name is a list of layers."""
     fsdp_blocks: tuple[str, ...] = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
+    fp32_modules: tuple[str, ...] = ()
     sequence_plan: SequencePlan = SequencePlan(
         blocks=(
             Blocks(

@@ -113,6 +113,7 @@ class HunyuanVideo(_Lineage):
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
     )  # fmt: skip
     fsdp_blocks: tuple[str, ...] = ("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock")
+    fp32_modules: tuple[str, ...] = ()
     sequence_plan: SequencePlan = _plan("transformer_blocks", "single_transformer_blocks")
     unguided_scale: float = math.inf
     _spatial = 8
@@ -195,6 +196,7 @@ class HunyuanVideo15(_Lineage):
     lora_targets: tuple[str, ...] = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     """The text's own projections are left out: the last block's output for the text is not read."""
     fsdp_blocks: tuple[str, ...] = ("HunyuanVideo15TransformerBlock",)
+    fp32_modules: tuple[str, ...] = ()
     sequence_plan: SequencePlan = _plan("transformer_blocks", mask="pairs")
     unguided_scale: float = 1.0
     _spatial = 16

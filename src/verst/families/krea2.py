@@ -36,6 +36,7 @@ class Krea2:
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.to_gate", "ff.up", "ff.down",
     )  # fmt: skip
     fsdp_blocks: tuple[str, ...] = ("Krea2TransformerBlock", "Krea2TextFusionBlock")
+    fp32_modules: tuple[str, ...] = ("norm", "norm1", "norm2", "norm_q", "norm_k")
     sequence_plan: SequencePlan = SequencePlan(
         blocks=(
             Blocks(

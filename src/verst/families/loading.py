@@ -15,6 +15,7 @@ from torch import nn
 
 from verst.errors import ModelError
 from verst.families.base import Components, Family, Part
+from verst.families.islands import compute_in_fp32, with_islands
 
 _LLAMA_TOKENIZERS = ("LlamaTokenizer", "LlamaTokenizerFast")
 """transformers 5 replaces the splitter that their tokenizer.json states (huggingface/transformers issue 45488)."""
@@ -56,11 +57,20 @@ def load_components(
             modules[name] = None
             continue
         own_dtype = torch.float32 if name in keep_fp32 else dtype
-        modules[name] = _load(folder, name, library, class_name, own_dtype, device)
+        islands = family.fp32_modules if name in names["transformer"] else ()
+        modules[name] = _load(folder, name, library, class_name, own_dtype, device, islands)
     return Components(folder=folder, family=family, modules=modules, device=device, dtype=dtype)
 
 
-def _load(folder: Path, name: str, library: str, class_name: str, dtype: torch.dtype, device: torch.device) -> Any:
+def _load(
+    folder: Path,
+    name: str,
+    library: str,
+    class_name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    islands: tuple[str, ...],
+) -> Any:
     cls = _class_of(library, class_name)
     if class_name in _LLAMA_TOKENIZERS and (folder / name / "tokenizer.json").exists():
         cls = transformers.PreTrainedTokenizerFast
@@ -69,12 +79,18 @@ def _load(folder: Path, name: str, library: str, class_name: str, dtype: torch.d
     options: dict[str, Any] = {}
     if isinstance(cls, type) and issubclass(cls, nn.Module):
         options["dtype" if library == "transformers" else "torch_dtype"] = dtype
+    own = frozenset(getattr(cls, "_keep_in_fp32_modules", None) or ())
+    if islands:
+        cls = with_islands(cls, islands)
     try:
         part = cls.from_pretrained(folder, subfolder=name, local_files_only=True, **options)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise ModelError(f"{folder / name} cannot be loaded as {class_name}: {error}") from error
     if not isinstance(part, nn.Module):
         return copy.copy(part)
+    for pattern in islands:
+        if pattern not in own:
+            compute_in_fp32(part, pattern)
     align(part)
     return part.to(device).eval().requires_grad_(False)
 

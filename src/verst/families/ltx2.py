@@ -75,6 +75,7 @@ class Ltx2:
     streams: tuple[str, ...] = ("visual", "audio")
     lora_targets: tuple[str, ...] = tuple(f"{a}.{p}" for a in _ATTENTIONS for p in _PROJECTIONS)
     fsdp_blocks: tuple[str, ...] = ("LTX2VideoTransformerBlock",)
+    fp32_modules: tuple[str, ...] = ()
     sequence_plan: SequencePlan = SEQUENCE_PLAN
     unguided_scale: float = 1.0
     num_images: int = 0

@@ -48,6 +48,7 @@ class MiniMaxH3:
     streams: tuple[str, ...] = ("visual", "audio")
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
     fsdp_blocks: tuple[str, ...] = ("MiniMaxH3TransformerBlock", "MiniMaxH3TokenRefinerBlock")
+    fp32_modules: tuple[str, ...] = ("proj_in", "audio_proj_in", "time_embedder", "proj_out", "audio_proj_out", "rope")
     sequence_plan: SequencePlan = SequencePlan(
         blocks=(
             Blocks(

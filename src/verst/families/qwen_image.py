@@ -29,6 +29,7 @@ class QwenImage:
     streams: tuple[str, ...] = ("visual",)
     lora_targets: tuple[str, ...] = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     fsdp_blocks: tuple[str, ...] = ("QwenImageTransformerBlock",)
+    fp32_modules: tuple[str, ...] = ()
     sequence_plan: SequencePlan = SequencePlan(
         blocks=(
             Blocks(

@@ -48,6 +48,7 @@ class QwenImage21:
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out",
     )  # fmt: skip
     fsdp_blocks: tuple[str, ...] = ("QwenImage21TransformerBlock",)
+    fp32_modules: tuple[str, ...] = ()
     unguided_scale: float = 1.0
     num_images: int = ANY_IMAGES
     area: int = 1024 * 1024

@@ -34,6 +34,7 @@ class Sana:
     streams: tuple[str, ...] = ("visual",)
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v")
     fsdp_blocks: tuple[str, ...] = ("SanaTransformerBlock",)
+    fp32_modules: tuple[str, ...] = ()
     unguided_scale: float = 1.0
     num_images: int = 0
 

@@ -35,6 +35,7 @@ class Sd3:
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
     )  # fmt: skip
     fsdp_blocks: tuple[str, ...] = ("JointTransformerBlock",)
+    fp32_modules: tuple[str, ...] = ()
     sequence_plan: SequencePlan = SequencePlan(
         blocks=(
             Blocks(

@@ -38,6 +38,7 @@ class Wan:
     streams: tuple[str, ...] = ("visual",)
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
     fsdp_blocks: tuple[str, ...] = ("WanTransformerBlock",)
+    fp32_modules: tuple[str, ...] = ("rope", "time_embedder", "scale_shift_table", "norm1", "norm2", "norm3")
     sequence_plan: SequencePlan = SequencePlan(
         blocks=(
             Blocks(

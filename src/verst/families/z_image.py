@@ -33,6 +33,7 @@ class ZImage:
     streams: tuple[str, ...] = ("visual",)
     lora_targets: tuple[str, ...] = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
     fsdp_blocks: tuple[str, ...] = ("ZImageTransformerBlock",)
+    fp32_modules: tuple[str, ...] = ()
     sequence_plan: SequencePlan = SequencePlan(
         blocks=tuple(
             Blocks(

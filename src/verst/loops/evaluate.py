@@ -33,7 +33,8 @@ async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
     device = "cuda" if wants_cuda(recipe) else "cpu"
-    worker = Worker(recipe.model.path, dtype=DTYPES[recipe.model.dtype], device=device)
+    model = recipe.model
+    worker = Worker(model.path, dtype=DTYPES[model.dtype], fp32_modules=model.fp32_modules, device=device)
     if checkpoint is not None:
         load_trained(worker.components.transformer, recipe, checkpoint, ema=ema)
     heldout = read_prompts(recipe.prompts.heldout)[: recipe.eval.num_prompts]

@@ -109,7 +109,8 @@ def explain_ratio(
     device = torch.device("cuda" if wants_cuda(recipe) else "cpu")
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
-    worker = Worker(recipe.model.path, dtype=DTYPES[recipe.model.dtype], device=device)
+    model = recipe.model
+    worker = Worker(model.path, dtype=DTYPES[model.dtype], fp32_modules=model.fp32_modules, device=device)
     with one_rank(recipe, device=device) as trainer:
         if checkpoint is not None:
             trainer.load(checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,7 +11,6 @@ from torch import nn
 
 from verst.families import Components
 from verst.types import Conditioning, Latents
-from verst.weights.lora import adaptable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -30,24 +30,22 @@ def velocity(
         return components.family.velocity(module, x, sigmas, conditioning, guidance_scale=guidance_scale, dtype=dtype)
 
 
-def keep_islands_in_fp32(transformer: nn.Module) -> None:
-    """Autocast leaves alone what diffusers never casts (time embeddings, norms): engines compute it in fp32."""
-    for model in adaptable(transformer):
-        names = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-        for name, module in model.named_modules():
-            if name.rpartition(".")[2] in names:
-                _wrap(module)
+def keep_islands_in_fp32(transformer: nn.Module, components: Components) -> None:
+    """Autocast leaves the family's fp32 modules alone: engines compute them in fp32."""
+    for name, module in transformer.named_modules():
+        if name.rpartition(".")[2] in components.family.fp32_modules:
+            # Hooks, not another `forward`: a frozen copy of the model must not call the modules of the first.
+            module.register_forward_pre_hook(functools.partial(_leave, components.device.type))
+            module.register_forward_hook(_return, always_call=True)
 
 
-def _wrap(module: Any) -> None:
-    inner = module.forward
+def _leave(device_type: str, module: Any, args: object) -> None:
+    module._verst_outside = torch.autocast(device_type, enabled=False)
+    module._verst_outside.__enter__()
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        device = next(module.parameters()).device
-        with torch.autocast(device.type, enabled=False):
-            return inner(*args, **kwargs)
 
-    module.forward = forward
+def _return(module: Any, args: object, out: object) -> None:
+    module._verst_outside.__exit__(None, None, None)
 
 
 def _autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:

@@ -225,7 +225,8 @@ def velocity_probe(microgroup: Microgroup, worker: Worker) -> Callable[[torch.nn
 
     @torch.no_grad()
     def probe(module: torch.nn.Module) -> Latents:
-        return family.velocity(module, latents, sigmas, conditioning, guidance_scale=1.0)
+        dtype = worker.components.dtype
+        return family.velocity(module, latents, sigmas, conditioning, guidance_scale=1.0, dtype=dtype)
 
     return probe
 

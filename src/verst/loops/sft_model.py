@@ -33,7 +33,7 @@ def load_model(recipe: SftRecipe, device: torch.device) -> Components:
     path = recipe.model.path
     if recipe.init == "glyphs" and not path.exists():
         build_glyphs(path, seed=recipe.run.seed)
-    family = recognise(path)
+    family = recognise(path, fp32_modules=recipe.model.fp32_modules)
     absent = sorted(set(recipe.algorithm.stream_weights) - set(family.streams))
     if absent:
         raise ConfigError(
@@ -63,7 +63,7 @@ def trained_modules(components: Components, recipe: SftRecipe) -> Mapping[str, n
     else:
         transformer.requires_grad_(True)
     if recipe.model.dtype != "float32":
-        keep_islands_in_fp32(transformer)
+        keep_islands_in_fp32(transformer, components)
     trained: dict[str, nn.Module] = {"transformer": transformer}
     if recipe.trainer.train_text_encoders:
         for name in TEXT_ENCODERS:

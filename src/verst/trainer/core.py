@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from verst.config.sections import TrainerConfig
 from verst.errors import InvariantError
 from verst.trainer.parallel import Layout
+from verst.trainer.whole import full, reduce_whole, total_norm, whole_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +91,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss, sums, maxima = self._backward(tiles)
         trained = [p for p in self.named.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None], foreach=False)
-        grad_norm = float(_full(norm))
+        norm = total_norm([p.grad for p in trained if p.grad is not None])
+        grad_norm = float(norm)
         # Before clipping, which would make every gradient NaN and so hide where it began.
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             raise InvariantError(self._describe_non_finite(loss, grad_norm))
@@ -158,6 +159,8 @@ class Trainer:
                 sums.setdefault(key, []).append(value.detach())
             for key, value in out.maxima.items():
                 maxima.setdefault(key, []).append(value.detach())
+        if self._layout is not None:
+            reduce_whole(whole_parameters(self.named.values()), self._layout.fsdp)
         total = self._reduce(torch.stack(losses).sum(), dist.ReduceOp.SUM)
         return (
             total,
@@ -172,7 +175,7 @@ class Trainer:
         return float(value)
 
     def _describe_non_finite(self, loss: float, grad_norm: float) -> str:
-        names = [name for name, p in self.named.items() if p.grad is not None and not _full(p.grad).isfinite().all()]
+        names = [name for name, p in self.named.items() if p.grad is not None and not full(p.grad).isfinite().all()]
         where = f"; non-finite gradients in {', '.join(names[:5])}" if names else ""
         return (
             f"optimizer step {self.num_steps}: loss = {loss}, gradient norm = {grad_norm}{where}. "
@@ -207,9 +210,3 @@ class Ema:
 def _assign(named: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
     for name, p in named.items():
         p.copy_(values[name])
-
-
-def _full(value: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return value.full_tensor() if isinstance(value, DTensor) else value

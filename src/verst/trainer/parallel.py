@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from verst.config.sections import ParallelConfig
+from verst.families.islands import is_island
 from verst.families.sequence import SequenceGroups
 from verst.weights.lora import adaptable
 
@@ -84,18 +84,19 @@ def leave_mesh() -> None:
         dist.destroy_process_group()
 
 
-def _kept_in_fp32(model: Any) -> set[nn.Parameter]:
-    """Frozen parameters under the modules that diffusers' from_pretrained never casts."""
-    names = frozenset(model._keep_in_fp32_modules or ())
-    return {p for name, p in model.named_parameters() if not p.requires_grad and names.intersection(name.split("."))}
-
-
-def shard(module: nn.Module, *, blocks: tuple[str, ...], mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+def shard(
+    module: nn.Module,
+    *,
+    blocks: tuple[str, ...],
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    fp32_modules: tuple[str, ...] = (),
+) -> None:
     """FSDP2 in place: each block whose class is named in `blocks`, then the rest.
 
-    Parameters stay fp32; forward and backward run in `compute_dtype`, gradients are reduced in fp32. Frozen parameters
-    that the model keeps in fp32 whatever its dtype (norms, time embeddings) stay whole on each rank and as they are, as
-    in an engine.
+    Parameters stay fp32; forward and backward run in `compute_dtype`, gradients are reduced in fp32. What stays fp32
+    whatever the dtype (`Family.fp32_modules`: norms, time embeddings) stays whole on each rank and as it is, as in an
+    engine: it is small, and needs no gathering then. Its gradients are `reduce_whole`'s.
     """
     # Families slice the model's output and never write into it, which is all that this warning asks for.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -104,7 +105,8 @@ def shard(module: nn.Module, *, blocks: tuple[str, ...], mesh: DeviceMesh, compu
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False, output_dtype=None
     )
     for model in adaptable(module):
-        kept = set() if compute_dtype == torch.float32 else _kept_in_fp32(model)
+        half = compute_dtype != torch.float32
+        kept = {p for name, p in model.named_parameters() if half and is_island(name, fp32_modules)}
         for child in list(model.modules()):
             if type(child).__name__ in blocks:
                 fully_shard(child, mesh=mesh, mp_policy=policy, ignored_params=kept)

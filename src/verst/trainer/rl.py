@@ -20,6 +20,7 @@ from verst.config import sections as s
 from verst.config.recipe import RlRecipe
 from verst.errors import ConfigError
 from verst.families import recognise
+from verst.families.islands import is_island
 from verst.families.loading import read_config
 from verst.families.sequence import SplitsSequence, check_degrees, split_sequence
 from verst.flow.controller import make_transition
@@ -60,7 +61,7 @@ class RlTrainer:
         self._dtype = DTYPES[recipe.model.dtype]
         if recipe.run.threads:
             torch.set_num_threads(recipe.run.threads)
-        self.family = recognise(recipe.model.path)
+        self.family = recognise(recipe.model.path, fp32_modules=recipe.model.fp32_modules)
         absent = sorted(set(recipe.algorithm.stream_weights) - set(self.family.streams))
         if absent:
             raise ConfigError(
@@ -94,12 +95,11 @@ class RlTrainer:
         # An engine's from_pretrained casts the buffers of the file, and leaves computed ones (rotary angles) in fp32.
         stored = self.transformer.state_dict().keys()
         for name, buffer in self.transformer.named_buffers():
-            if name in stored and buffer.is_floating_point():
+            if name in stored and buffer.is_floating_point() and not is_island(name, self.family.fp32_modules):
                 buffer.data = buffer.data.to(self._dtype)
         # Every rank draws the same A matrices; FSDP2 then keeps its own shard of them.
         torch.manual_seed(derive_seed(recipe.run.seed, "lora") % 2**32)
         if self._lora is None:
-            self._refuse_fp32_islands()
             self.transformer.requires_grad_(True)
         else:
             attach_lora(self.transformer, self._lora)
@@ -148,16 +148,13 @@ class RlTrainer:
                 split = split_sequence(model, self.family.sequence_plan, layout.sequence)
             if recompute_every is not None:
                 recompute_blocks(model, self.family.fsdp_blocks, every=recompute_every, split=split)
-        shard(module, blocks=self.family.fsdp_blocks, mesh=layout.fsdp, compute_dtype=self._dtype)
-
-    def _refuse_fp32_islands(self) -> None:
-        """An engine computes the modules that diffusers never casts in fp32; sharded for training they would be cast."""
-        kept = sorted({name for model in adaptable(self.transformer) for name in model._keep_in_fp32_modules or ()})
-        if kept and self._dtype != torch.float32:
-            raise ConfigError(
-                f"model.dtype = {self._recipe.model.dtype} with model.finetune.type = full: {self.family.name} keeps "
-                f"{', '.join(kept)} in float32, which full fine-tuning cannot do yet; use finetune lora, or dtype float32"
-            )
+        shard(
+            module,
+            blocks=self.family.fsdp_blocks,
+            mesh=layout.fsdp,
+            compute_dtype=self._dtype,
+            fp32_modules=self.family.fp32_modules,
+        )
 
     def update(self, steps: Sequence[Sequence[PairBlock]]) -> UpdateMetrics:
         """One optimizer step for each entry of `steps`: this rank's share of the pairs of that step.
@@ -213,11 +210,10 @@ class RlTrainer:
         source = self.core.named if average is None else average.shadow
         named = {name.removeprefix("transformer."): value for name, value in source.items()}
         form = FORMS[self._recipe.sync.lora]
-        # What is added up in fp32 travels in fp32.
-        dtype = torch.float32 if form == "merged" else self._dtype
-        outgoing = Outgoing(
-            version=version, tensors=named, dtypes=dict.fromkeys(named, dtype), lora=self._lora, form=form
-        )
+        # What is added up, or held, in fp32 travels in fp32.
+        wide = [name for name in named if form == "merged" or is_island(name, self.family.fp32_modules)]
+        dtypes = dict.fromkeys(named, self._dtype) | dict.fromkeys(wide, torch.float32)
+        outgoing = Outgoing(version=version, tensors=named, dtypes=dtypes, lora=self._lora, form=form)
         return self._sender.publish(outgoing, receivers=receivers)
 
     def send(self) -> str | None:

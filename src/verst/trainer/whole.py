@@ -1,0 +1,49 @@
+"""Gradients of parameters that FSDP2 leaves whole on each rank (fp32 islands), beside those of its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+def whole_parameters(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [p for p in parameters if not isinstance(p, DTensor)]
+
+
+@torch.no_grad()
+def reduce_whole(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Means of the gradients over all ranks of `mesh`, as FSDP2 makes them of its shards; a collective.
+
+    In one flat message, in the parameters' own dtype. A parameter that no rank has used keeps no gradient; where only
+    some have, the others bring zeros.
+    """
+    if not parameters or mesh.size() == 1:
+        return
+    used = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([used, *(grad.reshape(-1) for grad in grads)])
+    for dim in range(mesh.ndim):
+        dist.all_reduce(flat, group=mesh.get_group(dim))
+    used, *sums = flat.split([len(used), *(grad.numel() for grad in grads)])
+    for p, total, count in zip(parameters, sums, used.tolist(), strict=True):
+        p.grad = (total / mesh.size()).view_as(p) if count else None
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """L2 over all: those of one mesh, and whole ones, are added up apart, since torch does not mix them."""
+    kinds: dict[DeviceMesh | None, list[Tensor]] = {}
+    for gradient in gradients:
+        mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+        kinds.setdefault(mesh, []).append(gradient)
+    norms = [full(torch.nn.utils.get_total_norm(part, foreach=False)) for part in kinds.values()]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def full(value: Tensor) -> Tensor:
+    """Whole on every rank; a collective."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
