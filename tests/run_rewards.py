@@ -22,6 +22,11 @@ def broken(media: Tensor, prompts: Sequence[str]) -> list[float]:
     raise RuntimeError("the judge is out")
 
 
+def calm(latents: Mapping[str, Tensor], prompts: Sequence[str]) -> list[float]:
+    """A reward of latents: the nearer the spread to 1 the better."""
+    return [-abs(float(x.std()) - 1) for x in latents["visual"]]
+
+
 class Trend:
     """Rises by `slope` with each call, above what tells samples apart: their mean brightness."""
 

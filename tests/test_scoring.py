@@ -174,6 +174,11 @@ def task(group: int, first: int, *prompts: str, **others: Any) -> MicrogroupTask
     return dataclasses.replace(made, prompts=prompts, **others)
 
 
+def of_evaluation(made: MicrogroupTask) -> MicrogroupTask:
+    """The same samples in no group."""
+    return dataclasses.replace(made, keys=tuple(dataclasses.replace(key, rollout=-1) for key in made.keys))
+
+
 def shown(made: MicrogroupTask) -> Microgroup:
     return microgroup_of(made.keys)
 
@@ -227,7 +232,7 @@ async def test_ranks_stand_in_for_scores_in_training_alone() -> None:
     made = [task(0, 0, "10", "-3"), task(0, 2, "10", "400")]
     one, two = await asyncio.gather(*(score(m, shown(m)) for m in made))
     assert (one.by_reward["single"], two.by_reward["single"]) == ((0.5, 0.0), (0.5, 1.0))
-    held_out = dataclasses.replace(made[0], request=made[0].request.model_copy(update={"rollout": False}))
+    held_out = of_evaluation(made[0])
     assert (await score(held_out, shown(held_out))).by_reward == {"single": (10.0, -3.0)}
 
 
@@ -236,7 +241,7 @@ async def test_held_out_samples_get_no_score_from_a_reward_of_groups() -> None:
     groupwise = Groupwise()
     score = scorer((GROUP, groupwise), (SINGLE, Judge()))
     made = task(0, 0, "1", "2")
-    held_out = dataclasses.replace(made, request=made.request.model_copy(update={"rollout": False}))
+    held_out = of_evaluation(made)
     assert (await score(held_out, shown(held_out))).by_reward == {"single": (1.0, 2.0)}
     assert groupwise.calls == []
 

@@ -29,7 +29,7 @@ from verst.families.base import to_uint8
 from verst.families.tiny import build_tiny
 from verst.loops.autoencoder import set_latent_scale, to_pixels, train_autoencoder
 from verst.loops.run_folder import RunFolder
-from verst.loops.sampling import sample
+from verst.loops.sampling import sample_latents
 from verst.loops.sft import train_sft
 from verst.loops.sft_data import DrawnBatches
 from verst.loops.sft_loss import Sft
@@ -310,7 +310,9 @@ def test_shipped_checkpoint_is_small_and_names_no_machine() -> None:
 def test_shipped_checkpoint_writes_like_the_engine_and_like_diffusers() -> None:
     recipe, prompts, seeds = glyphs_recipe(), ["3415", "3282"], [5, 6]
     worker = Worker(GLYPHS)
-    media = sample(worker.components, prompts, seeds=seeds, sampling=recipe.sampling, max_sequence_length=8)
+    latents = sample_latents(worker.components, prompts, seeds=seeds, sampling=recipe.sampling, max_sequence_length=8)
+    with torch.no_grad():
+        media = to_uint8(worker.family.decode_pixels(worker.components, latents))
     request = GenerateRequest(
         prompts=tuple(prompts), seeds=tuple(seeds), generator_device="cpu", height=32, width=64, num_inference_steps=10,
         guidance_scale=1.0, max_sequence_length=8, rollout=False, media_format="uint8",

@@ -64,7 +64,7 @@ class Sample:
     weight_version: int
     """The weights that made it: -1 before the first sync."""
     media: Tensor
-    """uint8 [F, H, W, 3], RGB; F = 1 for an image."""
+    """uint8 [F, H, W, 3], RGB; F = 1 for an image, 0 where the request wanted no media."""
     fps: float | None
     streams: dict[str, StreamTrajectory]
     audio: Tensor | None = None

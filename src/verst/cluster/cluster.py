@@ -172,8 +172,7 @@ class Cluster:
         return manifest
 
     def _make_scorers(self) -> None:
-        recipe, gold = self._recipe, self._recipe.watch.gold
-        configs = (*recipe.rewards, *gold)
+        recipe, gold, configs = self._recipe, self._recipe.watch.gold, self._recipe.judges
         self._pools = [
             RewardPool(config, _remote(self._rewards[reward_name(config)]), deterministic=recipe.run.deterministic)
             for config in configs

@@ -78,10 +78,9 @@ def process_plan(recipe: RlRecipe, *, cuda: bool = False) -> list[ProcessPlan]:
     trainer leave that much, so that one GPU still holds them all. Placed separately they take the rest of a GPU each.
     """
     gpu = 1.0 if cuda else 0.0
-    judges = (*recipe.rewards, *recipe.watch.gold)
-    slivers = {reward_name(r): gpu * _SLIVER if _on_gpu(r) else 0.0 for r in judges}
+    slivers = {reward_name(r): gpu * _SLIVER if _on_gpu(r) else 0.0 for r in recipe.judges}
     sharers = 1 if isinstance(recipe.cluster.placement, s.SeparatePlacement) else 2
-    share = round((gpu - sum(slivers[reward_name(r)] * r.workers for r in judges)) / sharers, 4)
+    share = round((gpu - sum(slivers[reward_name(r)] * r.workers for r in recipe.judges)) / sharers, 4)
     plan = [
         ProcessPlan(role="engine", count=recipe.engine.num, cpus=0.5, gpus=share),
         ProcessPlan(role="trainer", count=recipe.trainer.ranks, cpus=0.5, gpus=share),

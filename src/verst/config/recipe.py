@@ -36,6 +36,26 @@ class RlRecipe(s.Section):
     cluster: s.ClusterConfig = s.ClusterConfig()
     trackers: s.TrackerConfig = s.TrackerConfig()
 
+    @property
+    def training_judges(self) -> tuple[s.RewardConfig, ...]:
+        """What scores the samples of a rollout."""
+        return (*self.rewards, *(self.watch.gold if self.watch.gold_on_training_every else ()))
+
+    @property
+    def judges(self) -> tuple[s.RewardConfig, ...]:
+        """What scores held-out samples."""
+        return (*self.rewards, *self.watch.gold)
+
+    @property
+    def decodes_rollouts(self) -> bool:
+        """Some reward looks at the media of a rollout's samples; else they stay latents."""
+        return not all(reward.sees_latents for reward in self.training_judges)
+
+    @property
+    def decodes_heldout(self) -> bool:
+        """The same of held-out samples, which a grid of pictures may ask for as well."""
+        return self.eval.grid is not None or not all(reward.sees_latents for reward in self.judges)
+
     @model_validator(mode="after")
     def _rules(self) -> RlRecipe:
         divides("rollout.microgroup_size", self.rollout.microgroup_size, "rollout.group_size", self.rollout.group_size)
@@ -55,6 +75,7 @@ class RlRecipe(s.Section):
             trained=[reward_name(reward) for reward in self.rewards],
             gold=gold_names(self),
             best_metric=self.checkpoint.best_metric if self.checkpoint.keep_best else None,
+            pictures=self.decodes_rollouts,
         )
         if self.trainer.train_text_encoders:
             raise ConfigError(

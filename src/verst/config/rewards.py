@@ -28,6 +28,8 @@ class RewardBase(Section):
     """A sample's score is the same bits whatever samples are scored in the same call."""
     group_wise: ClassVar[bool] = False
     """A sample's score is by comparison with the others of its group: one call a group, when it is complete."""
+    sees_latents: ClassVar[bool] = False
+    """It reads final latents and no media: what only such rewards score is not decoded."""
 
     type: str
     name: Name | None = None
@@ -110,12 +112,11 @@ class BrightnessReward(ImageRewardBase):
     """The mean over all frames of a clip unless said otherwise."""
 
 
-class PythonReward(RewardBase):
-    type: Literal["python"] = "python"
+class OwnReward(RewardBase):
+    """A reward that a recipe brings along."""
+
     path: ObjectPath
-    """`module:object`, or the name of an installed entry point of the group verst.rewards: a function called with the
-    samples' media and prompts that returns one number a sample, or a class with such a method `score`. Parameters
-    called metadata, fps, audio or sample_rate get these; one called batch gets all in one record."""
+    """`module:object`, or the name of an installed entry point of the group verst.rewards."""
     batched: Flag = True
     """Called with all samples at once; false: once a sample, with one value of each kind, returning one number."""
     scope: Literal["sample", "group"] = "sample"
@@ -124,6 +125,21 @@ class PythonReward(RewardBase):
     """A sample's score never depends on what else is in the call, not even by rounding."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, or of the class when it is made."""
+
+
+class PythonReward(OwnReward):
+    type: Literal["python"] = "python"
+    """A function called with the samples' media and prompts that returns one number a sample, or a class with such a
+    method `score`. Parameters called metadata, fps, audio or sample_rate get these; one called batch gets all in one
+    record."""
+
+
+class LatentReward(OwnReward):
+    sees_latents: ClassVar[bool] = True
+
+    type: Literal["latent"] = "latent"
+    """As python, with the final latents (stream -> tensor) in the place of media. Parameters called metadata or fps get
+    these. Where every reward of a sample is of this type, nothing is decoded."""
 
 
 class SharpnessReward(ImageRewardBase):
@@ -308,6 +324,7 @@ RewardConfig = Annotated[
     | HttpReward
     | OpenaiReward
     | PythonReward
+    | LatentReward
     | ClipScoreReward
     | PickScoreReward
     | HpsV2Reward
@@ -327,8 +344,8 @@ def reward_name(reward: RewardBase) -> str:
 
 
 def is_group_wise(reward: RewardConfig) -> bool:
-    return reward.group_wise or (isinstance(reward, PythonReward) and reward.scope == "group")
+    return reward.group_wise or (isinstance(reward, OwnReward) and reward.scope == "group")
 
 
 def rows_are_independent(reward: RewardConfig) -> bool:
-    return reward.row_independent or (isinstance(reward, PythonReward) and reward.independent_rows)
+    return reward.row_independent or (isinstance(reward, OwnReward) and reward.independent_rows)

@@ -258,10 +258,15 @@ class EvalConfig(Section):
     """Prompts of one engine request."""
     seed: NonNegativeInt = 0
     """Fixed noise: the same pictures every time."""
-    grid: PositiveInt = 16
-    """Pictures in the PNG grid."""
+    grid: PositiveInt | None = None
+    """Pictures in the PNG grid; unset = 16. Where all rewards are of latents only a number here has samples decoded."""
     weights: Literal["live", "ema"] = "live"
     """Which weights are evaluated; ema needs trainer.ema_decay."""
+
+    @property
+    def num_pictures(self) -> int:
+        """In the grid, of samples that were decoded."""
+        return self.grid or 16
 
 
 class TrackerConfig(Section):

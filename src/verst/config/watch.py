@@ -159,8 +159,12 @@ class WatchConfig(Section):
     """Each roll back multiplies the learning rate of what follows by this."""
 
 
-def why_silent(alarm: AlarmConfig, algorithm: AlgorithmConfig, gold: Sequence[str]) -> str | None:
-    """Why this alarm could never be raised, and what to do; None where it could."""
+def why_silent(
+    alarm: AlarmConfig, algorithm: AlgorithmConfig, gold: Sequence[str], *, pictures: bool = True
+) -> str | None:
+    """Why this alarm could never be raised, and what to do; None where it could. pictures: rollouts are decoded."""
+    if isinstance(alarm, DiversityCollapseAlarm) and not pictures:
+        return "all rewards are of latents, so samples are never decoded and compared; take the alarm out"
     if isinstance(algorithm, PythonAlgorithm) and isinstance(alarm, RatioDriftAlarm | ClipFractionAlarm | KlAlarm):
         return None  # its loss names its metrics, which only a run shows
     if isinstance(alarm, RatioDriftAlarm) and not isinstance(algorithm, ClippedRatio):
@@ -176,11 +180,13 @@ def why_silent(alarm: AlarmConfig, algorithm: AlgorithmConfig, gold: Sequence[st
     return None
 
 
-def active_alarms(watch: WatchConfig, algorithm: AlgorithmConfig, gold: Sequence[str]) -> tuple[AlarmConfig, ...]:
-    """The recipe's alarms, or those of the defaults that this algorithm can raise."""
+def active_alarms(
+    watch: WatchConfig, algorithm: AlgorithmConfig, gold: Sequence[str], *, pictures: bool = True
+) -> tuple[AlarmConfig, ...]:
+    """The recipe's alarms, or those of the defaults that can be raised (see `why_silent`)."""
     if watch.alarms is not None:
         return watch.alarms
-    return tuple(alarm for alarm in DEFAULT_ALARMS if why_silent(alarm, algorithm, gold) is None)
+    return tuple(alarm for alarm in DEFAULT_ALARMS if why_silent(alarm, algorithm, gold, pictures=pictures) is None)
 
 
 def check_watch(
@@ -190,16 +196,17 @@ def check_watch(
     trained: Sequence[str],
     gold: Sequence[str],
     best_metric: str | None,
+    pictures: bool,
 ) -> None:
     """trained, gold: reward names. best_metric: unset where no best checkpoint is kept. Raises ConfigError."""
     _check_gold(watch, trained, gold)
-    alarms = active_alarms(watch, algorithm, gold)
+    alarms = active_alarms(watch, algorithm, gold, pictures=pictures)
     types = [alarm.type for alarm in alarms]
     for index, alarm in enumerate(alarms):
         where = f"watch.alarms.{index}"
         if types.count(alarm.type) > 1:
             raise ConfigError(f"watch.alarms: type = {alarm.type} appears {types.count(alarm.type)} times; keep one")
-        silent = why_silent(alarm, algorithm, gold)
+        silent = why_silent(alarm, algorithm, gold, pictures=pictures)
         if silent:
             raise ConfigError(f"{where}.type = {alarm.type} can never be raised: {silent}")
         if alarm.action == "rollback" and best_metric is None:

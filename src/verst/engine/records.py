@@ -44,7 +44,7 @@ def sample_records(
     *,
     streams: Sequence[str],
     rollout: RolloutResult,
-    decoded: Decoded,
+    decoded: Decoded | None,
     facts: dict[str, Any],
     timings: dict[str, float],
     request_id: str,
@@ -52,15 +52,14 @@ def sample_records(
 ) -> list[dict[str, Any]]:
     """One record a sample, with all streams: the first in the contract's fields, the others in `extra_streams`.
 
-    rollout: empty for plain sampling.
+    rollout: empty for plain sampling. decoded: None where the request wants no media.
 
     `timings` (seconds) is shared by the records, so that the queue's share can be added later.
     """
     request = job.request
     echo = {**job.echo(), **facts}
     first, *others = streams if rollout.trajectories else streams[:1]
-    pixels, audio = decoded.pixels, decoded.audio
-    media = to_uint8(pixels).cpu() if request.media_format == "uint8" else None
+    media = _media(job, decoded)
     initial_seeds = request.initial_seeds or job.seeds
     records = []
     for row, (prompt, seed) in enumerate(zip(job.prompts, job.seeds, strict=True)):
@@ -80,11 +79,8 @@ def sample_records(
                 "prompt": prompt,
                 "seed": seed,
                 "initial_seed": initial_seeds[row],
-                "generated_output": _channels_first(pixels[row]) if media is None else None,
-                "media": None if media is None else media[row],
+                **media[row],
                 "fps": job.geometry.fps,
-                "audio": None if audio is None else audio[row].cpu(),
-                "sample_rate": decoded.sample_rate,
                 "stream": first,
                 "rollout_log_probs": head["log_probs"],
                 "rollout_debug_tensors": head["debug_tensors"],
@@ -99,6 +95,24 @@ def sample_records(
             }
         )
     return records
+
+
+def _media(job: Resolved, decoded: Decoded | None) -> list[dict[str, Any]]:
+    """For each sample its fields of picture and sound, in the form that the request asks for."""
+    count = len(job.seeds)
+    if decoded is None:
+        return [dict.fromkeys(("generated_output", "media", "audio", "sample_rate"))] * count
+    pixels, audio = decoded.pixels, decoded.audio
+    media = to_uint8(pixels).cpu() if job.request.media_format == "uint8" else None
+    return [
+        {
+            "generated_output": _channels_first(pixels[row]) if media is None else None,
+            "media": None if media is None else media[row],
+            "audio": None if audio is None else audio[row].cpu(),
+            "sample_rate": decoded.sample_rate,
+        }
+        for row in range(count)
+    ]
 
 
 def _channels_first(pixels: Tensor) -> Tensor:

@@ -94,6 +94,8 @@ class GenerateRequest(BaseModel):
     """The conditioning comes once, batched over all samples, with the first sample."""
     media_format: Literal["float", "uint8"] = "float"
     """float: `generated_output` fp32 [3, H, W] in [0, 1]; uint8: `media` [F, H, W, 3]."""
+    return_media: bool = True
+    """False: the final latents are not decoded, and neither media nor sound come back; their trajectory must be kept."""
     key: tuple[int, int] | None = None
     """(rollout, group), echoed."""
 

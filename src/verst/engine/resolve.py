@@ -145,6 +145,11 @@ def resolve(request: GenerateRequest, components: Components, *, images: Conditi
             f"true_cfg_scale = {request.true_cfg_scale}: {family.name} has no unconditional side; "
             "guidance_scale is the scale that its transformer reads"
         )
+    if not request.return_media and not (request.rollout and request.rollout_return_dit_trajectory):
+        raise RequestError(
+            "return_media = false leaves nothing to return: keep the latents with rollout = true and "
+            "rollout_return_dit_trajectory = true"
+        )
     if request.rollout_share_prefix:
         _check_prefix(request, prompts)
     return Resolved(

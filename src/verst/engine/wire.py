@@ -127,10 +127,12 @@ def _sample(record: dict[str, Any], key: SampleKey) -> Sample:
 
 
 def _media(record: dict[str, Any]) -> Tensor:
-    """uint8 [F, H, W, 3] from whichever form the sample came in."""
+    """uint8 [F, H, W, 3] from whichever form the sample came in; F = 0 where none was asked for."""
     media = record.get("media")
     if media is not None:
         return media
+    if record["echo"].get("return_media") is False:
+        return torch.zeros((0, record["echo"]["height"], record["echo"]["width"], 3), dtype=torch.uint8)
     pixels: Tensor = record["generated_output"]
     frames = pixels.unsqueeze(1) if pixels.ndim == 3 else pixels
     return (frames * 255).round().to(torch.uint8).permute(1, 2, 3, 0).contiguous()

@@ -200,8 +200,9 @@ class Worker:
             for name, samples in rollout.trajectories.items()
             if not all(sample.log_probs.isfinite().all() for sample in samples)
         ]
-        decoded = None if broken else self._decode(latents)
-        if decoded is None or (broken := decoded.not_finite()):
+        decoded = self._decode(latents) if part.job.request.return_media and not broken else None
+        broken += decoded.not_finite() if decoded is not None else []
+        if broken:
             return EngineError(
                 f"{', '.join(broken)} of the samples with seeds {list(part.job.seeds)} are not "
                 f"finite (weights of version {self.weight_version}, {self.components.dtype})"

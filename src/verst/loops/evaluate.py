@@ -39,8 +39,9 @@ async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool
         load_trained(worker.components.transformer, recipe, checkpoint, ema=ema)
     heldout = read_prompts(recipe.prompts.heldout)[: recipe.eval.num_prompts]
     check_prompts(recipe, (), heldout)
-    configs = (*recipe.rewards, *recipe.watch.gold)
-    score = Scorer(configs, local_pools(configs), group_size=recipe.rollout.group_size, always=gold_names(recipe))
+    score = Scorer(
+        recipe.judges, local_pools(recipe.judges), group_size=recipe.rollout.group_size, always=gold_names(recipe)
+    )
 
     async def generate(task: MicrogroupTask) -> bytes:
         (records,) = worker.generate([resolve(task.request, worker.components)])

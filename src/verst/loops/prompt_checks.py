@@ -18,8 +18,7 @@ def check_prompts(recipe: RlRecipe, train: Sequence[Prompt], heldout: Sequence[P
     """Without a process. Raises PromptError, with file:line, for a row that cannot be sampled or scored."""
     prompts = [*train, *heldout]
     check_rows(recipe, train, heldout)
-    judges = (*recipe.rewards, *recipe.watch.gold)
-    check_rewards(judges, [p.text for p in prompts], [p.metadata for p in prompts])
+    check_rewards(recipe.judges, [p.text for p in prompts], [p.metadata for p in prompts])
     family = recognise(recipe.model.path)
     for prompt in prompts:
         if prompt.audio is not None:

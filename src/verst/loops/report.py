@@ -53,6 +53,10 @@ class Report:
     def status(self, text: str) -> None:
         self._progress.status(text)
 
+    def notice(self, text: str) -> None:
+        """A line that stays in the terminal."""
+        self._progress.notice(text)
+
     def span(self, span: Mapping[str, Any]) -> None:
         """One stage of one microgroup."""
         rest = {k: v for k, v in span.items() if k not in ("name", "start", "seconds")}
@@ -64,6 +68,8 @@ class Report:
         if self._tensorboard is not None:
             self._tensorboard.scalars(iteration, metrics)
         self._progress.update(iteration, metrics)
+        if HELDOUT in metrics:
+            self._draw_curve()
 
     def alarms(self, iteration: int, raised: Sequence[RaisedAlarm]) -> None:
         """Those that are news after this iteration."""
@@ -83,7 +89,6 @@ class Report:
         np.save(self._folder.samples / f"step_{iteration:08d}.npy", media)
         if self._tensorboard is not None:
             self._tensorboard.image(iteration, "samples/heldout", picture)
-        self._draw_curve()
 
     def finish(
         self, iteration: int, *, early: bool = False, why: str | None = None, result: Path | None = None

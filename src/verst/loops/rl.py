@@ -95,6 +95,10 @@ class Run:
         self._folder.write_processes(await self._cluster.pids())
         self._report.status(self._cluster.sync_choice)
         await ask_engine(recipe, self._cluster.engines, self._source.prompts, self._heldout)
+        if not recipe.decodes_heldout:
+            self._report.notice(
+                "all rewards are of latents: nothing is decoded or shown; set eval.grid to see held-out pictures"
+            )
         done = await self._resume(saved)
         await self._sync(done)
         ended = await self._complete(0, {}) if saved is None else None
@@ -194,14 +198,18 @@ class Run:
         if recipe.eval.weights == "ema":
             await self._sync(iteration)
         rewards = heldout_rewards(recipe, scored)
-        shown = slice(0, recipe.eval.grid)
-        samples = in_prompt_order(scored, [sample for item in scored for sample in item.microgroup.samples])
-        media = padded([sample.media[0].numpy() for sample in samples[shown]])
-        texts = [prompt.text for prompt in self._heldout[shown]]
-        self._report.pictures(iteration, media, texts, rewards["total"][shown])
+        if recipe.decodes_heldout:
+            self._show(iteration, scored, rewards["total"])
         metrics = {f"{HELDOUT}/{name}": mean_of_finite(values) for name, values in rewards.items() if name != "total"}
         metrics |= gold_metrics(gold_names(recipe), [item.scores for item in scored])
         return {HELDOUT: mean_of_finite(rewards["total"]), **metrics, "perf/eval_s": seconds.total}
+
+    def _show(self, iteration: int, scored: Sequence[ScoredMicrogroup], totals: Sequence[float]) -> None:
+        """The pictures of an evaluation; totals: one a prompt."""
+        shown = slice(0, self._recipe.eval.num_pictures)
+        samples = in_prompt_order(scored, [sample for item in scored for sample in item.microgroup.samples])
+        media = padded([sample.media[0].numpy() for sample in samples[shown]])
+        self._report.pictures(iteration, media, [prompt.text for prompt in self._heldout[shown]], totals[shown])
 
     async def _save(self, iteration: int) -> None:
         self._report.status(f"saving checkpoint of iteration {iteration}")

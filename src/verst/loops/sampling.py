@@ -48,14 +48,15 @@ class HeldOut:
         self._recipe = recipe
         self._rewards = LocalRewards(recipe.rewards)
 
+    @torch.no_grad()
     def evaluate(self, components: Components) -> Evaluation:
         """ODE samples of every prompt, `eval.batch_size` at a time, scored. Raises RewardError."""
-        recipe, batches = self._recipe, []
+        recipe, batches = self._recipe, list[Latents]()
         for start in range(0, len(self._prompts), recipe.eval.batch_size):
             prompts = self._prompts[start : start + recipe.eval.batch_size]
             seeds = [derive_seed(recipe.eval.seed, "eval", start + i) for i in range(len(prompts))]
             batches.append(
-                sample(
+                sample_latents(
                     components,
                     prompts,
                     seeds=seeds,
@@ -64,8 +65,9 @@ class HeldOut:
                     dtype=DTYPES[recipe.model.dtype],
                 )
             )
-        media = torch.cat(batches)
-        scores = asyncio.run(self._rewards.score(self._batch(media))).by_reward
+        media = torch.cat([to_uint8(components.family.decode_pixels(components, batch)).cpu() for batch in batches])
+        latents = {name: torch.cat([batch[name].float().cpu() for batch in batches]) for name in batches[0]}
+        scores = asyncio.run(self._rewards.score(self._batch(media, latents))).by_reward
         weights = {reward_name(config): config.weight for config in recipe.rewards}
         totals = [sum(weights[n] * scores[n][i] for n in weights) for i in range(len(self._prompts))]
         return Evaluation(
@@ -76,8 +78,8 @@ class HeldOut:
             media=media,
         )
 
-    def _batch(self, media: Tensor) -> RewardBatch:
-        return RewardBatch(media=media, prompts=tuple(self._prompts), metadata=self._metadata)
+    def _batch(self, media: Tensor, latents: Latents) -> RewardBatch:
+        return RewardBatch(media=media, prompts=tuple(self._prompts), metadata=self._metadata, latents=latents)
 
 
 def _mean_of_finite(name: str, values: Sequence[float]) -> float:
@@ -88,7 +90,7 @@ def _mean_of_finite(name: str, values: Sequence[float]) -> float:
 
 
 @torch.no_grad()
-def sample(
+def sample_latents(
     components: Components,
     prompts: Sequence[str],
     *,
@@ -96,8 +98,8 @@ def sample(
     sampling: SizedSamplingConfig,
     max_sequence_length: int,
     dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """One ODE sample a prompt in one batch: uint8 [B, F, H, W, 3] on the CPU.
+) -> Latents:
+    """One ODE sample a prompt in one batch, not decoded: stream -> [B, ...] on the model's device.
 
     seeds: B; the starting noise of each sample is drawn on the CPU from its own, so that it is the same on any device.
     dtype: what the transformer computes in.
@@ -114,7 +116,7 @@ def sample(
         return velocity(components, components.transformer, x, sigmas, conditioning, guidance_scale=scale, dtype=dtype)
 
     schedulers = family.schedule(components, geometry, num_steps=sampling.num_steps, shift=sampling.sigma_shift)
-    return to_uint8(family.decode_pixels(components, denoise(step, latents, schedulers))).cpu()
+    return denoise(step, latents, schedulers)
 
 
 def _condition(

@@ -153,7 +153,7 @@ class SftRun:
         metrics = self._heldout_loss.evaluate(self.loss) if self._heldout_loss is not None else {}
         if self._heldout is not None:
             evaluation: Evaluation = self._heldout.evaluate(components)
-            shown = slice(0, self._recipe.eval.grid)
+            shown = slice(0, self._recipe.eval.num_pictures)
             self._report.pictures(
                 iteration, evaluation.media[shown, 0].numpy(), evaluation.prompts[shown], evaluation.totals[shown]
             )

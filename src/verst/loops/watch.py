@@ -121,7 +121,10 @@ class Watch:
         self._gold = gold_names(recipe)
         self._best_metric = recipe.checkpoint.best_metric if recipe.checkpoint.keep_best else None
         self._score_gold = score_gold
-        configs: Sequence[AlarmConfig] = active_alarms(recipe.watch, recipe.algorithm, self._gold)
+        self._pictures = recipe.decodes_rollouts
+        configs: Sequence[AlarmConfig] = active_alarms(
+            recipe.watch, recipe.algorithm, self._gold, pictures=recipe.decodes_rollouts
+        )
         self._alarms = [(config, ALARMS[type(config)](config, self._gold)) for config in configs]
         self._rows: list[alarms.Row] = []
         self._num_rollbacks = 0
@@ -152,7 +155,7 @@ class Watch:
         self, iteration: int, groups: Sequence[Group], scored: Sequence[ScoredMicrogroup]
     ) -> dict[str, float]:
         """Metrics of the pictures themselves, and of the gold rewards where they are due. Runs beside the update."""
-        metrics = await asyncio.to_thread(look_metrics, groups)
+        metrics = await asyncio.to_thread(look_metrics, groups) if self._pictures else {}
         every = self._config.gold_on_training_every
         if every and iteration % every == 0:
             scores = await asyncio.gather(*(self._score_gold(item.task, item.microgroup) for item in scored))

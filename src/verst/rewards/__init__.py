@@ -39,6 +39,7 @@ REWARDS: dict[str, Callable[[Any], Reward]] = {
     "http": Http,
     "openai": VisionJudge,
     "python": Python,
+    "latent": Python,
     "clip_score": ClipScore,
     "pick_score": PickScore,
     "hps_v2": HpsV2,

@@ -21,7 +21,7 @@ class RewardBatch:
     """B samples as every reward gets them, whatever family made them. Made wrong it raises RewardError."""
 
     media: Tensor
-    """uint8 [B, F, H, W, 3] RGB, F = 1 for an image."""
+    """uint8 [B, F, H, W, 3] RGB, F = 1 for an image; F = 0 where all rewards of the samples read latents."""
     prompts: tuple[str, ...]
     """B"""
     metadata: tuple[Mapping[str, Any], ...]
@@ -33,7 +33,7 @@ class RewardBatch:
     sample_rate: int | None = None
     """Audio samples a second; given with audio."""
     latents: Mapping[str, Tensor] | None = None
-    """stream -> [B, ...] final latents, for rewards that ask for them."""
+    """stream -> fp32 [B, ...] final latents, where a reward of the samples reads them; see docs/rewards.md."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -103,7 +103,8 @@ def _check(batch: RewardBatch) -> None:
     media, count = batch.media, len(batch.prompts)
     if media.dtype != torch.uint8:
         raise RewardError(f"rewards take media of dtype uint8 in 0..255, got {media.dtype}")
-    if media.ndim != 5 or media.shape[-1] != 3 or 0 in media.shape:
+    empty = 0 in (media.shape[2:] if batch.latents else media.shape)
+    if media.ndim != 5 or media.shape[-1] != 3 or empty:
         raise RewardError(f"rewards take media of shape [B, F, H, W, 3], got {list(media.shape)}")
     if len(media) != count:
         raise RewardError(f"rewards take one prompt a sample, got {count} prompts for {len(media)} samples")

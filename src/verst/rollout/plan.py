@@ -15,6 +15,9 @@ from verst.rollout.columns import Overrides
 from verst.rollout.prompts import Prompt, PromptSource
 from verst.types import SampleKey
 
+HELDOUT_ROLLOUT = -1
+"""Number that stands for a rollout in the keys of held-out samples."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MicrogroupTask:
@@ -36,6 +39,11 @@ class MicrogroupTask:
     @property
     def group(self) -> int:
         return self.keys[0].group
+
+    @property
+    def is_heldout(self) -> bool:
+        """An evaluation's: its samples belong to no group."""
+        return self.rollout == HELDOUT_ROLLOUT
 
 
 STRATEGIES: dict[type[s.Section], Callable[..., strategies.StepDraw]] = {
@@ -94,7 +102,8 @@ def _training_task(
     branch = isinstance(sampling.steps, s.BranchSteps)
     share = sampling.shared_initial_noise or branch
     # Without a trained step only what came out is used.
-    kept = sorted({i + shift for i in steps for shift in (0, 1)}) or [sampling.num_steps]
+    final = not steps or any(reward.sees_latents for reward in recipe.training_judges)
+    kept = sorted({i + shift for i in steps for shift in (0, 1)} | ({sampling.num_steps} if final else set()))
     request = GenerateRequest(
         **_common(recipe, sampling, seeds),
         prompt=prompt.text,
@@ -112,6 +121,7 @@ def _training_task(
         rollout_storage_dtype=sampling.storage_dtype,
         rollout_log_prob_reduction=sampling.log_prob_reduction,
         rollout_share_prefix=branch,
+        return_media=recipe.decodes_rollouts,
     )
     count = len(keys)
     return MicrogroupTask(
@@ -142,18 +152,32 @@ def plan_evaluation(recipe: RlRecipe, prompts: Sequence[Prompt]) -> list[Microgr
             derive_seed(recipe.eval.seed if seed is None else seed, "eval", i)
             for i, seed in zip(positions, own, strict=True)
         ]
-        keys = tuple(SampleKey(rollout=-1, group=i, index=0) for i in positions)
+        keys = tuple(SampleKey(rollout=HELDOUT_ROLLOUT, group=i, index=0) for i in positions)
         texts = tuple(prompt.text for prompt in batch)
+        sampling = row_sampling(recipe, batch[0])
         request = GenerateRequest(
-            **_common(recipe, row_sampling(recipe, batch[0]), seeds),
+            **_common(recipe, sampling, seeds),
             prompts=texts,
             image_path=condition_images(batch[0]),
-            rollout=False,
+            **_heldout_mode(recipe, sampling.num_steps),
         )
         metadata = tuple(prompt.metadata for prompt in batch)
         rewards = batch[0].overrides.reward
         tasks.append(MicrogroupTask(keys=keys, prompts=texts, metadata=metadata, rewards=rewards, request=request))
     return tasks
+
+
+def _heldout_mode(recipe: RlRecipe, num_steps: int) -> dict[str, Any]:
+    """Plain sampling; where a reward reads final latents a rollout of deterministic steps, which gives the same bits."""
+    if not any(reward.sees_latents for reward in recipe.judges):
+        return {"rollout": False}
+    return {
+        "rollout": True,
+        "rollout_sde_type": "ode",
+        "rollout_return_step_indices": (num_steps,),
+        "rollout_return_dit_trajectory": True,
+        "return_media": recipe.decodes_heldout,
+    }
 
 
 def _evaluation_batches(prompts: Sequence[Prompt], *, size: int) -> list[list[int]]:

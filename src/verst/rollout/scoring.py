@@ -19,7 +19,7 @@ from verst.rewards.base import RewardBatch
 from verst.rewards.calls import CallResult, combine
 from verst.rewards.pool import RewardPool
 from verst.rollout.plan import MicrogroupTask
-from verst.types import Microgroup, Scores
+from verst.types import Microgroup, Sample, Scores
 
 Results = dict[str, CallResult]
 """reward name -> what it said."""
@@ -59,15 +59,16 @@ class Scorer:
         self._configs = {reward_name(config): config for config in configs}
         self._pools = {pool.name: pool for pool in pools}
         self._group_size = group_size
+        self._latents = any(config.sees_latents for config in configs)
         self._open: dict[tuple[int, int], _OpenGroup] = {}
 
     async def __call__(self, task: MicrogroupTask, microgroup: Microgroup) -> Scores:
         """Every reward that applies, side by side, each with its own attempts and policy. Raises RewardError."""
-        batch = reward_batch(task, microgroup)
+        batch = reward_batch(task, microgroup, latents=self._latents)
         chosen = self._applying(task)
         results = await self._all([name for name in chosen if not is_group_wise(self._configs[name])], batch)
         waits = [n for n in chosen if is_group_wise(self._configs[n]) or self._configs[n].rank]
-        if task.request.rollout and waits:
+        if waits and not task.is_heldout:
             results |= await self._in_group(task, batch, results, waits)
         return combine({name: results[name] for name in chosen if name in results})
 
@@ -138,8 +139,11 @@ def ranked(result: CallResult) -> CallResult:
     return CallResult(values=values, num_attempts=result.num_attempts, failed=result.failed)
 
 
-def reward_batch(task: MicrogroupTask, microgroup: Microgroup) -> RewardBatch:
-    """The samples of one microgroup. Raises RewardError for media that no reward takes, EngineError for mixed ones."""
+def reward_batch(task: MicrogroupTask, microgroup: Microgroup, *, latents: bool = False) -> RewardBatch:
+    """The samples of one microgroup, with their final latents if asked for.
+
+    Raises RewardError for media that no reward takes, EngineError for mixed ones and for latents that are not there.
+    """
     samples = microgroup.samples
     first = samples[0]
     for sample in samples[1:]:
@@ -153,7 +157,32 @@ def reward_batch(task: MicrogroupTask, microgroup: Microgroup) -> RewardBatch:
         fps=first.fps,
         audio=torch.stack(audio) if audio else None,
         sample_rate=first.sample_rate,
+        latents=final_latents(samples) if latents else None,
     )
+
+
+def final_latents(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """stream -> fp32 [B, ...], x0 as the model denoised it. Raises EngineError where it is not there, or packed."""
+    by_stream: dict[str, torch.Tensor] = {}
+    for name in samples[0].streams:
+        paths = [sample.streams[name] for sample in samples]
+        try:
+            finals = [path.latent_at(len(path.sigmas) - 1) for path in paths]
+        except KeyError as error:
+            raise EngineError(
+                f"a reward reads final latents, the engine sent none of stream {name}: {error}"
+            ) from error
+        if len({tuple(x.shape) for x in finals}) > 1:
+            raise EngineError(f"the samples of one request came back with unlike latents in stream {name}")
+        by_stream[name] = torch.stack(finals).float()
+    visual = by_stream.get("visual")
+    if visual is None or visual.ndim not in (4, 5):
+        shape = "none" if visual is None else f"{list(visual.shape[1:])}"
+        raise EngineError(
+            "a reward reads final latents, which come as [C, H, W] or [C, F, H, W] in stream visual; the engine sent "
+            f"{shape}: tokens that are packed cannot be scored"
+        )
+    return by_stream
 
 
 def _joined(parts: Sequence[tuple[RewardBatch, Results]]) -> RewardBatch:
