@@ -8,13 +8,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from run_fixtures import recipe_with
 from torch import Tensor
-from trainer_fixtures import CALM_ADAM, LORA, largest_difference, one_rank, rank_checkpoints, shares_of, two_ranks
+from trainer_fixtures import LORA, largest_difference, one_rank, shares_of
 
 from verst.errors import CheckpointError
 from verst.trainer import checkpoint
@@ -88,45 +87,6 @@ def test_round_trip_is_bitwise_and_training_goes_on_the_same(tmp_path: Path, fin
     assert largest_difference(at_save, expected) > 1e-4
     kinds = {name.split(".")[0] for name in at_save} | {name.rsplit(".", 1)[1] for name in at_save}
     assert {"model", "optimizer", "ema", "exp_avg", "exp_avg_sq", "step"} <= kinds
-
-
-def test_any_number_of_ranks_goes_on_with_the_run(tmp_path: Path) -> None:
-    overrides = (LORA, EMA, CALM_ADAM)
-    alone = recipe_with(tmp_path, *overrides)
-    both = recipe_with(tmp_path, "trainer.ranks=2", *overrides)
-    torch.save(
-        {"recipe": both, "shares": [shares_of(both, rollout=rollout) for rollout in range(2)]}, tmp_path / "case"
-    )
-    rollouts = [shares_of(alone, rollout=rollout)[0] for rollout in range(2)]
-    with one_rank(alone) as trainer:
-        trainer.update(rollouts[0])
-        trainer.save(tmp_path / "by_one", 1)
-        checkpoint.publish(tmp_path / "by_one", 1, {}, keep=1)
-        first = trainer.weights()
-        trainer.update(rollouts[1])
-        straight = trainer.weights()
-    assert largest_difference(first, straight) > 1e-4
-
-    two_ranks(rank_checkpoints, tmp_path)
-    results = {
-        name: [torch.load(tmp_path / f"{name}.rank{r}", weights_only=False) for r in range(2)]
-        for name in ("straight", "resumed")
-    }
-    for rank in range(2):  # 1 -> 2
-        resumed: dict[str, Any] = results["resumed"][rank]
-        assert resumed["num_steps"] == 2
-        assert largest_difference(resumed["loaded"], first) == 0.0
-        assert largest_difference(resumed["weights"], straight) <= 1e-6
-        assert largest_difference(results["straight"][rank]["weights"], straight) <= 1e-6
-
-    folder = checkpoint.publish(tmp_path / "by_two", 1, {}, keep=1)
-    with one_rank(alone) as trainer:  # 2 -> 1
-        checkpoint.read_state(folder)
-        trainer.load(folder)
-        assert trainer.core.num_steps == 1
-        assert largest_difference(trainer.weights(), first) <= 1e-6
-        trainer.update(rollouts[1])
-        assert largest_difference(trainer.weights(), straight) <= 1e-6
 
 
 def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from trainer_fixtures import (
     CALM_ADAM,
     LORA,
     largest_difference,
+    more_ranks,
     one_rank,
     rank_step,
     shares_of,
-    two_ranks,
     uneven_score,
 )
 
@@ -89,7 +89,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         with one_rank(recipe) as trainer:
             before, metrics = trainer.weights(), trainer.update(share)
             found[name] = {"before": before, "alone": trainer.weights(), "metrics": metrics, "shares": shares}
-    two_ranks(rank_step, folder)
+    more_ranks(rank_step, folder)
     for name, case in found.items():
         case |= {f"rank{r}": torch.load(folder / f"{name}.rank{r}", weights_only=False) for r in range(2)}
     return found

@@ -1,6 +1,6 @@
-"""What the tests of trainer and checkpoints share: a real rollout without processes, one rank here, two ranks beside.
+"""What the tests of trainer and checkpoints share: a real rollout without processes, one rank here, more beside.
 
-python trainer_fixtures.py JOB RANK FOLDER     one of two ranks; JOB is a function below
+python trainer_fixtures.py JOB RANK FOLDER     one of them; JOB is a function below
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rank_fixtures import leave_and_exit
-from run_fixtures import recipe_with, tiny_model
+from run_fixtures import tiny_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -30,8 +32,9 @@ from verst.loops.batch import make_batch
 from verst.rollout.pipeline import ScoredMicrogroup, assemble
 from verst.rollout.plan import plan_rollout
 from verst.rollout.prompts import PromptSource
+from verst.trainer import checkpoint
 from verst.trainer.parallel import open_store
-from verst.trainer.rl import DTYPES, RlTrainer
+from verst.trainer.rl import DTYPES, RlTrainer, UpdateMetrics
 from verst.types import Group, SampleKey, Scores
 
 LORA = 'model.finetune={type="lora", rank=2, alpha=4.0}'
@@ -96,8 +99,8 @@ def largest_difference(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
     return max(float((one[name] - two[name]).abs().max()) for name in one)
 
 
-def two_ranks(job: Callable[..., None], folder: Path, *, timeout_s: float = 240.0) -> None:
-    """Run `job(trainer_of, rank, folder)` of this file in two processes; what they say comes with a failure."""
+def more_ranks(job: Callable[..., None], folder: Path, *, number: int = 2, timeout_s: float = 240.0) -> None:
+    """Run `job(trainer_of, rank, folder)` of this file in `number` processes; what they say comes with a failure."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
@@ -107,24 +110,25 @@ def two_ranks(job: Callable[..., None], folder: Path, *, timeout_s: float = 240.
             text=True,
             env=environment,
         )
-        for rank in range(2)
+        for rank in range(number)
     ]
     try:
         outputs = [rank.communicate(timeout=timeout_s)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    assert [rank.returncode for rank in ranks] == [0] * number, "\n".join(outputs)
 
 
-TrainerOf = Callable[[RlRecipe], RlTrainer]
+TrainerOf = Callable[[RlRecipe, str], RlTrainer]
+"""(recipe, a name of its own) -> this rank's trainer among the recipe's first `trainer.ranks`."""
 
 
 def rank_step(trainer_of: TrainerOf, rank: int, folder: Path) -> None:
     """For each `<name>.case`: one update of this rank's share; weights before closing go to `<name>.rank<r>`."""
     for path in sorted(folder.glob("*.case")):
         case: dict[str, Any] = torch.load(path, weights_only=False)
-        trainer = trainer_of(case["recipe"])
+        trainer = trainer_of(case["recipe"], path.stem)
         metrics = trainer.update(case["shares"][rank])
         shards = {name: p.to_local().shape for name, p in trainer.core.named.items() if isinstance(p, DTensor)}
         result = {"weights": trainer.weights(), "metrics": metrics, "shards": shards}
@@ -132,52 +136,86 @@ def rank_step(trainer_of: TrainerOf, rank: int, folder: Path) -> None:
         trainer.close()
 
 
-def rank_checkpoints(trainer_of: TrainerOf, rank: int, folder: Path) -> None:
-    """Train on and save for one rank; then load what one rank saved and train on."""
-    case: dict[str, Any] = torch.load(folder / "case", weights_only=False)
-    trainer = trainer_of(case["recipe"])
-    trainer.update(case["shares"][0][rank])
-    trainer.save(folder / "by_two", 1)
-    trainer.update(case["shares"][1][rank])
-    torch.save({"weights": trainer.weights()}, folder / f"straight.rank{rank}")
-    trainer.close()
-    trainer = trainer_of(case["recipe"])
-    trainer.load(folder / "by_one" / "step_00000001")
-    loaded = trainer.weights()
-    trainer.update(case["shares"][1][rank])
-    result = {"loaded": loaded, "weights": trainer.weights(), "num_steps": trainer.core.num_steps}
-    torch.save(result, folder / f"resumed.rank{rank}")
-    trainer.close()
+@dataclass(frozen=True, kw_only=True)
+class Leg:
+    """Some rollouts of a run, on ranks of one layout."""
+
+    recipe: RlRecipe
+    shares: list[list[Shares]]
+    """rollout -> rank -> its share."""
+    load: Path | None = None
+    """A published checkpoint to go on from."""
+    save: Path | None = None
+    """Where the state before the last rollout is published, as iteration 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one rank holds after a leg."""
+
+    before: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    """Of the last step, clipped."""
+    metrics: UpdateMetrics
+    num_steps: int
+
+
+def run_leg(trainer: RlTrainer, leg: Leg, rank: int) -> Outcome:
+    if leg.load is not None:
+        trainer.load(leg.load)
+    before = trainer.weights()
+    for shares in leg.shares[:-1]:
+        trainer.update(shares[rank])
+    if leg.save is not None:
+        trainer.save(leg.save, 1)
+        dist.barrier()
+        if rank == 0:
+            checkpoint.publish(leg.save, 1, {}, keep=1)
+        dist.barrier()
+    metrics = trainer.update(leg.shares[-1][rank])
+    return Outcome(
+        before=before,
+        weights=trainer.weights(),
+        gradients=gradients(trainer),
+        metrics=metrics,
+        num_steps=trainer.core.num_steps,
+    )
+
+
+def rank_legs(trainer_of: TrainerOf, rank: int, folder: Path) -> None:
+    """Each `<name>.leg` in order, by as many ranks as it has; what one found goes to `<name>.rank<r>`."""
+    for path in sorted(folder.glob("*.leg")):
+        leg: Leg = torch.load(path, weights_only=False)
+        if rank >= leg.recipe.trainer.ranks:
+            continue
+        trainer = trainer_of(leg.recipe, path.stem)
+        torch.save(run_leg(trainer, leg, rank), path.with_suffix(f".rank{rank}"))
+        trainer.close()
 
 
 def _trainers(rank: int, folder: Path) -> TrainerOf:
-    """Trainers of this rank, one after the other; rank 0 opens each store and tells rank 1 where."""
-    count = 0
+    """Trainers of this rank, one after the other; rank 0 opens each store and tells the others where."""
 
-    def trainer_of(recipe: RlRecipe) -> RlTrainer:
-        nonlocal count
-        count += 1
-        port = folder / f"port{count}"
+    def trainer_of(recipe: RlRecipe, name: str) -> RlTrainer:
+        number, port = recipe.trainer.ranks, folder / f"{name}.port"
         if rank == 0:
-            store = open_store("127.0.0.1", 0, rank=0, world_size=2)
+            store = open_store("127.0.0.1", 0, rank=0, world_size=number)
             port.with_suffix(".new").write_text(str(store.port))
             port.with_suffix(".new").rename(port)
         else:
             while not port.exists():
                 time.sleep(0.01)
-            store = open_store("127.0.0.1", int(port.read_text()), rank=1, world_size=2)
-        return RlTrainer(recipe, rank=rank, world_size=2, store=store, device=torch.device("cpu"))
+            store = open_store("127.0.0.1", int(port.read_text()), rank=rank, world_size=number)
+        return RlTrainer(recipe, rank=rank, world_size=number, store=store, device=torch.device("cpu"))
 
     return trainer_of
 
 
-def case_of(folder: Path, *overrides: str, rollouts: Sequence[int] = (0,)) -> tuple[RlRecipe, list[list[Shares]]]:
-    """A recipe and, for each rollout, the shares of every rank."""
-    recipe = recipe_with(folder, *overrides)
-    return recipe, [shares_of(recipe, rollout=rollout) for rollout in rollouts]
-
-
 if __name__ == "__main__":
-    job, rank, folder = globals()[sys.argv[1]], int(sys.argv[2]), Path(sys.argv[3])
-    job(_trainers(rank, folder), rank, folder)
+    # As the module that the tests import: the classes of what is pickled are found by its name.
+    import trainer_fixtures
+
+    rank, folder = int(sys.argv[2]), Path(sys.argv[3])
+    getattr(trainer_fixtures, sys.argv[1])(_trainers(rank, folder), rank, folder)
     leave_and_exit()
