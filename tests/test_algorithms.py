@@ -139,7 +139,7 @@ class LinearPolicies:
 
 def tile_of(advantages: Sequence[float]) -> Tile:
     """Two streams; rows at three noise levels."""
-    rows, names = len(advantages), ("visual", "audio")
+    rows, names = len(advantages), STREAMS
     sigma = torch.tensor([0.9, 0.6, 0.3, 0.9], dtype=DOUBLE)[:rows]
     return Tile(
         latents={name: drawn(rows, 5, seed=i) for i, name in enumerate(names)},
@@ -154,14 +154,17 @@ def tile_of(advantages: Sequence[float]) -> Tile:
     )
 
 
+STREAMS = ("visual", "audio")
 WIDE: dict[str, Any] = {"clip_low": 0.9999, "clip_high": 1e6}
 HALF_SOUND: dict[str, Any] = {"stream_weights": {"audio": 0.5}}
 SECTIONS = {
     "flow_grpo": s.FlowGrpoConfig(**WIDE, **HALF_SOUND),
     "flow_grpo_recomputed": s.FlowGrpoConfig(old_log_probs="recompute", **WIDE),
+    "flow_grpo_decoupled": s.FlowGrpoConfig(old_log_probs="recompute", importance_cap=2.0, **WIDE, **HALF_SOUND),
     "flow_grpo_kl": s.FlowGrpoConfig(kl_beta=0.3, **WIDE, **HALF_SOUND),
     "flow_grpo_kl_no_dt": s.FlowGrpoConfig(kl_beta=0.3, kl_form="no_dt", **WIDE),
     "grpo_guard": s.GrpoGuardConfig(**WIDE, **HALF_SOUND),
+    "grpo_guard_decoupled": s.GrpoGuardConfig(old_log_probs="recompute", importance_cap=1.1, kl_beta=0.3, **WIDE),
     "grpo_guard_kl": s.GrpoGuardConfig(kl_beta=0.3, **WIDE),
     "awm": s.AwmConfig(weighting="ghuber", **WIDE, **HALF_SOUND),
     "awm_kl": s.AwmConfig(kl_beta=0.3, kl_old=0.2, **WIDE),
@@ -188,6 +191,48 @@ def loss_and_gradient(section: s.AlgorithmBase, tile: Tile) -> tuple[Callable[[T
 
 def difference_along(loss: Callable[[Tensor], Tensor], at: Tensor, direction: Tensor, h: float = 1e-5) -> float:
     return float(loss(at + h * direction) - loss(at - h * direction)) / (2 * h)
+
+
+def test_samples_of_older_weights_are_weighed_apart_from_the_clip() -> None:
+    """min(C, p_old / p_rollout) max(-A rho, -A clip(rho)), rho = p_live / p_old: neither the clip nor rho knows p_rollout."""
+    config = s.FlowGrpoConfig(
+        old_log_probs="recompute",
+        importance_cap=1.4,
+        clip_low=0.1,
+        clip_high=0.2,
+        kl_beta=0.5,
+        stream_weights={"audio": 0.5},
+    )
+    tile = tile_of([1.2, -0.7, 0.4, -1.1])
+    start = torch.eye(5, dtype=DOUBLE)
+    weights = {role: start + 0.1 * drawn(5, 5, seed=10 + i) for i, role in enumerate(("live", "old", "reference"))}
+    policies = LinearPolicies(weights)
+    log_probs, kl = {}, [0.0] * 4
+    for role in ("live", "old"):
+        for name, step in policies.distribution(tile, role).items():
+            density = torch.distributions.Normal(step.mean, step.std.expand_as(step.mean))
+            log_probs[role, name] = density.log_prob(tile.next_latents[name]).mean(dim=1).tolist()
+    recorded = {
+        name: [log_probs["old", name][i] - gap for i, gap in enumerate((0.0, 0.2, -0.3, 2.0))] for name in STREAMS
+    }
+    tile = replace(tile, old_log_probs={name: torch.tensor(values, dtype=DOUBLE) for name, values in recorded.items()})
+    for name, live in policies.distribution(tile, "live").items():
+        reference = policies.distribution(tile, "reference")[name]
+        gap = ((live.mean - reference.mean) ** 2 / (2 * live.std**2)).mean(dim=1).tolist()
+        kl = [k + (0.5 if name == "audio" else 1.0) * g for k, g in zip(kl, gap, strict=True)]
+    expected = []
+    for i, a in enumerate(tile.advantages.tolist()):
+        loss = 0.5 * kl[i]
+        for name in STREAMS:
+            ratio = math.exp(log_probs["live", name][i] - log_probs["old", name][i])
+            weight = min(1.4, math.exp(log_probs["old", name][i] - recorded[name][i]))
+            limited = min(max(ratio, 0.9), 1.2)
+            loss += (0.5 if name == "audio" else 1.0) * weight * max(-a * ratio, -a * limited)
+        expected.append(loss)
+    losses = make_algorithm(config, sampling=s.SamplingConfig(), seed=0).loss(tile, policies)
+    assert losses.loss.tolist() == pytest.approx(expected, rel=1e-9)
+    assert losses.means["importance_weight"].tolist() == pytest.approx([1.0, math.exp(0.2), math.exp(-0.3), 1.4])
+    assert losses.means["importance_capped"].tolist() == [0.0, 0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("name", SECTIONS)

@@ -19,15 +19,16 @@ from test_pipeline import microgroup_of
 from verst.config.recipe import RlRecipe
 from verst.engine.client import EngineClient
 from verst.engine.wire import GenerateRequest
-from verst.errors import CheckpointError, EngineError
+from verst.errors import CheckpointError, ConfigError, EngineError
 from verst.loops.batch import make_batch
+from verst.rollout.ahead import Ahead, position_of
 from verst.rollout.dynamic import Collected, collect
 from verst.rollout.engines import EnginePool
 from verst.rollout.filters import GroupFilters
 from verst.rollout.pipeline import Pipeline
 from verst.rollout.plan import MicrogroupTask, plan_rollout
 from verst.rollout.prompts import PromptSource
-from verst.rollout.sampler import Rollout, Sampler, position_after
+from verst.rollout.sampler import Rollout, Sampler, Standing
 from verst.types import Microgroup, SampleKey, Scores
 
 
@@ -207,7 +208,10 @@ class Engines:
         pipeline = Pipeline(
             generate=self.generate, parse=self.parse, check=lambda *_: None, score=self.score, keep_payloads=True
         )
-        return Sampler(recipe, source, pipeline, GroupFilters(recipe), weight_version=lambda: self.version)
+        return Sampler(recipe, source, pipeline, GroupFilters(recipe))
+
+    def ahead(self, recipe: RlRecipe, source: PromptSource) -> Ahead:
+        return Ahead(recipe, self.sampler(recipe, source))
 
 
 FLAT = (True, False, False, True, False, True, False)
@@ -228,12 +232,13 @@ def trained(rollout: Rollout) -> list[tuple[int, int, str, int]]:
     return [(g.rollout, g.index, g.prompt, g.weight_version) for g, name in pairs if name is None]
 
 
-async def sample_on(engines: Engines, sampler: Sampler, *numbers: int) -> list[Rollout]:
+async def sample_on(engines: Engines, ahead: Ahead, *numbers: int) -> list[Rollout]:
     """Rollouts, with new weights before each."""
     rollouts = []
     for number in numbers:
         engines.version = number
-        rollouts.append(await sampler.rollout(number))
+        ahead.begin(number, weight_version=number)
+        rollouts.append(await ahead.take(number))
     return rollouts
 
 
@@ -241,11 +246,13 @@ async def sample_on(engines: Engines, sampler: Sampler, *numbers: int) -> list[R
 async def test_without_dynamic_sampling_a_rollout_is_its_plan(tmp_path: Path) -> None:
     recipe, source = setting(tmp_path, "{}")
     engines = Engines()
-    first, second = await sample_on(engines, engines.sampler(recipe, source), 0, 1)
+    first, second = await sample_on(engines, engines.ahead(recipe, source), 0, 1)
     assert [g.prompt for g in (*first.groups, *second.groups)] == ["p0", "p1", "p2", "p3"]
     assert first.dropped_by == ("zero_variance", None)
     assert sorted(engines.sampled[:8]) == [key for task in plan_rollout(recipe, source, 0) for key in task.keys]
     assert dict(first.metrics) == {
+        "rollout/staleness_mean": 0.0,
+        "rollout/staleness_max": 0.0,
         "rollout/groups_sampled": 2.0,
         "rollout/groups_filtered": 1.0,
         "rollout/groups_used": 1.0,
@@ -258,7 +265,7 @@ async def test_the_same_groups_whatever_the_timing_and_nothing_twice(tmp_path: P
     recipe, source = setting(tmp_path, "{enabled=true, extra=2}")
     for seed in range(30):
         engines = Engines(seed)
-        rollouts = await sample_on(engines, engines.sampler(recipe, source), 0, 1, 2)
+        rollouts = await sample_on(engines, engines.ahead(recipe, source), 0, 1, 2)
         # p0 and p3 are flat: two that pass are p1, p2; then p4, p6; then p8 = p1, p9 = p2.
         assert [trained(rollout) for rollout in rollouts] == [
             [(0, 1, "p1", 0), (0, 2, "p2", 0)],
@@ -276,16 +283,17 @@ async def test_groups_that_are_left_are_trained_on_next_and_stale_ones_dropped(t
     for seed in range(20):
         engines = Engines(seed)
         sampler = engines.sampler(recipe, source)
-        (first,) = await sample_on(engines, sampler, 0)
+        first, left = await sampler.rollout(0, Standing(), weight_version=0)
         assert trained(first) == [(0, 1, "p1", 0), (0, 2, "p2", 0)]
         assert (first.metrics["rollout/groups_kept"], first.metrics["rollout/groups_cancelled"]) == (2.0, 0.0)
-        (second,) = await sample_on(engines, sampler, 1)
+        engines.version = 1
+        second, left = await sampler.rollout(1, left, weight_version=1)
         # p4 and p6 were left over; nothing more was wanted for this rollout but two for the next.
         assert trained(second) == [(0, 4, "p4", 0), (0, 6, "p6", 0)]
         assert second.groups[0].weight_version == 0
         assert second.metrics["rollout/groups_kept"] == 2.0
         engines.version = 3  # the kept ones are of version 1
-        third = await sampler.rollout(2)
+        third, _ = await sampler.rollout(2, left, weight_version=3)
         assert third.metrics["rollout/groups_stale"] == 2.0
         assert [row[3] for row in trained(third)] == [3, 3]
 
@@ -296,7 +304,7 @@ async def test_not_deterministic_takes_what_comes_first_and_keeps_what_is_fresh(
     seen = set()
     for seed in range(30):
         engines = Engines(seed)
-        (rollout,) = await sample_on(engines, engines.sampler(recipe, source), 0)
+        (rollout,) = await sample_on(engines, engines.ahead(recipe, source), 0)
         assert len(trained(rollout)) == 2
         assert rollout.metrics["rollout/groups_kept"] == 0.0
         seen.add(tuple(sorted(prompt for _, _, prompt, _ in trained(rollout))))
@@ -309,59 +317,73 @@ async def test_the_bound_trains_on_what_passed(tmp_path: Path) -> None:
         tmp_path, "{enabled=true, max_groups=4}", "rollout.num_groups=4", "trainer.steps_per_rollout=4"
     )
     engines = Engines()
-    (rollout,) = await sample_on(engines, engines.sampler(recipe, source), 0)
+    (rollout,) = await sample_on(engines, engines.ahead(recipe, source), 0)
     assert [prompt for _, _, prompt, _ in trained(rollout)] == ["p1", "p2"]
     assert rollout.metrics["rollout/groups_missing"] == 2.0
     assert rollout.metrics["rollout/groups_sampled"] == 4.0
+
+
+def saved(ahead: Ahead, iteration: int, folder: Path) -> dict[str, Any]:
+    """Its part of a checkpoint in `folder`; the run state as it is read again."""
+    for name, content in ahead.files().items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    state: dict[str, Any] = json.loads(json.dumps({"iteration": iteration, "sampler": ahead.state()}))
+    return state
 
 
 @on_a_loop
 async def test_a_sampler_goes_on_from_a_checkpoints_files(tmp_path: Path) -> None:
     recipe, source = setting(tmp_path, "{enabled=true, extra=3, staleness=1}")
     engines = Engines()
-    sampler = engines.sampler(recipe, source)
-    await sample_on(engines, sampler, 0, 1)
+    ahead = engines.ahead(recipe, source)
+    await sample_on(engines, ahead, 0, 1)
     folder = tmp_path / "checkpoint"
-    for name, content in sampler.files().items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    state = json.loads(json.dumps({"iteration": 2, "sampler": sampler.state()}))
-    straight = await sample_on(engines, sampler, 2, 3)
+    state = saved(ahead, 2, folder)
+    straight = await sample_on(engines, ahead, 2, 3)
 
     later = Engines(seed=5)
-    resumed = later.sampler(recipe, source)
+    resumed = later.ahead(recipe, source)
     await resumed.restore(state, folder, later.parse)
     again = await sample_on(later, resumed, 2, 3)
     assert [trained(rollout) for rollout in again] == [trained(rollout) for rollout in straight]
     assert [rollout.metrics for rollout in again] == [rollout.metrics for rollout in straight]
     assert [g.rewards() for r in again for g in r.groups] == [g.rewards() for r in straight for g in r.groups]
-    assert resumed.state() == sampler.state()
-    assert resumed.files() == sampler.files()
+    assert resumed.state() == ahead.state()
+    assert resumed.files() == ahead.files()
 
     halves, _ = setting(tmp_path, "{enabled=true, extra=3, staleness=1}", "rollout.microgroup_size=4")
     with pytest.raises(CheckpointError, match="has 2 microgroups, the recipe makes 1"):
-        await later.sampler(halves, source).restore(state, folder, later.parse)
+        await later.ahead(halves, source).restore(state, folder, later.parse)
 
 
 @on_a_loop
 async def test_a_rollout_that_is_stopped_is_made_again(tmp_path: Path) -> None:
     recipe, source = setting(tmp_path, "{enabled=true, extra=2, staleness=1}")
     engines = Engines()
-    sampler = engines.sampler(recipe, source)
-    await sample_on(engines, sampler, 0)
-    before = (sampler.state(), sampler.files())
-    job = asyncio.create_task(sampler.rollout(1))
+    ahead = engines.ahead(recipe, source)
+    await sample_on(engines, ahead, 0)
+    before = (ahead.state(), ahead.files())
+    ahead.begin(1, weight_version=1)
     for _ in range(3):
         await asyncio.sleep(0)
-    job.cancel()
-    await asyncio.wait({job})
-    assert (sampler.state(), sampler.files()) == before
+    await ahead.settle(below=1)
+    assert (ahead.state(), ahead.files()) == before
+    (again,) = await sample_on(engines, ahead, 1)
+    other = Engines()
+    expected = (await sample_on(other, other.ahead(recipe, source), 0, 1))[1]
+    assert trained(again) == trained(expected)
 
 
-def test_a_checkpoint_of_before_walked_num_groups_prompts_an_iteration(tmp_path: Path) -> None:
+def test_a_checkpoint_says_where_among_the_prompts_rollouts_began(tmp_path: Path) -> None:
     recipe = recipe_with(tmp_path)
-    assert position_after(recipe, {"iteration": 5}) == 10
-    assert position_after(recipe, {"iteration": 5, "sampler": {"position": 0}}) == 0
+    assert position_of(recipe, {"iteration": 5}, 5) == 10
+    assert position_of(recipe, {"iteration": 5}, 7) == 14
+    recipe = recipe_with(tmp_path, "rollout.dynamic.enabled=true")
+    state = {"iteration": 5, "sampler": {"position": 31, "ahead": [{"number": 5, "end": 40}]}}
+    assert [position_of(recipe, state, number) for number in (5, 6)] == [31, 40]
+    with pytest.raises(ConfigError, match=r"where among the prompts iteration 8 began: .* it knows of 6, 7"):
+        position_of(recipe, state, 7)
 
 
 @pytest.mark.parametrize("num_groups", [0, 1, 2, 3])

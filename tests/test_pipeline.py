@@ -80,7 +80,7 @@ class Stages:
         assert payload == b"answer"
         return microgroup_of(keys)
 
-    def check(self, task: MicrogroupTask, microgroup: Microgroup) -> None:
+    def check(self, task: MicrogroupTask, microgroup: Microgroup, weight_version: int) -> None:
         pass
 
     async def score(self, task: MicrogroupTask, microgroup: Microgroup) -> Scores:
@@ -112,7 +112,7 @@ async def test_results_come_in_task_order_whatever_the_completion_order() -> Non
                 turns[PLACES[PLACES.index(place) - 1]].set()
 
     stages = LastFirst()
-    scored, seconds = await stages.pipeline().run(TASKS)
+    scored, seconds = await stages.pipeline().run(TASKS, weight_version=0)
     assert finished == PLACES[::-1]
     assert [item.task for item in scored] == TASKS
     assert [item.scores.by_reward["made_up"] for item in scored][:3] == [(0.0, 1.0), (2.0, 3.0), (10.0, 11.0)]
@@ -132,7 +132,7 @@ async def test_first_failure_comes_by_itself_and_the_others_are_cancelled() -> N
 
     stages = OneDies()
     with pytest.raises(EngineError, match=r"^engine 1 is gone$"):
-        await stages.pipeline().run(TASKS)
+        await stages.pipeline().run(TASKS, weight_version=0)
     assert sorted(stages.cancelled) == [place for place in PLACES if place != PLACES[2]]
     assert stages.scored == []
 
@@ -142,14 +142,14 @@ async def test_failing_reward_and_failing_check_stop_the_rollout() -> None:
     async def broken(task: MicrogroupTask, microgroup: Microgroup) -> Scores:
         raise RewardError("reward made_up failed 3 times")
 
-    def suspicious(task: MicrogroupTask, microgroup: Microgroup) -> None:
+    def suspicious(task: MicrogroupTask, microgroup: Microgroup, weight_version: int) -> None:
         raise EchoError("guidance_scale: 1.0 was asked for, the engine used 7.0")
 
     with pytest.raises(RewardError, match="made_up"):
-        await Stages().pipeline(score=broken).run(TASKS)
+        await Stages().pipeline(score=broken).run(TASKS, weight_version=0)
     stages = Stages()
     with pytest.raises(EchoError, match="guidance_scale"):
-        await stages.pipeline(check=suspicious).run(TASKS)
+        await stages.pipeline(check=suspicious).run(TASKS, weight_version=0)
     assert stages.scored == []  # what is not what was asked for is never scored
 
 
@@ -174,7 +174,7 @@ async def test_slow_reward_does_not_hold_generation() -> None:
         parsed.append(keys[0])
         return await stages.parse(payload, keys)
 
-    run = asyncio.create_task(stages.pipeline(generate=generate, parse=parse, score=slow).run(TASKS))
+    run = asyncio.create_task(stages.pipeline(generate=generate, parse=parse, score=slow).run(TASKS, weight_version=0))
     while len(parsed) < len(TASKS):
         await asyncio.sleep(0)  # would hang if generation, or the one place of the engine, waited for a score
     assert not run.done()
@@ -186,7 +186,7 @@ async def test_slow_reward_does_not_hold_generation() -> None:
 @on_a_loop
 async def test_spans_name_each_stage_of_each_microgroup() -> None:
     spans: list[dict[str, Any]] = []
-    await Stages().pipeline(on_span=spans.append).run(TASKS)
+    await Stages().pipeline(on_span=spans.append).run(TASKS, weight_version=0)
     assert sorted((s["name"], s["group"], s["index"]) for s in spans) == sorted(
         (name, *place) for name in ("generate", "deserialize", "reward") for place in PLACES
     )
@@ -387,36 +387,46 @@ async def test_least_loaded_engine_is_asked_and_no_more_than_it_may_hold() -> No
 
 
 @on_a_loop
-async def test_weights_go_to_every_engine_or_the_version_stays() -> None:
+async def test_weights_go_to_every_engine_or_it_is_an_error() -> None:
     one, two, bad = FakeClient("one"), FakeClient("two"), FakeClient("bad", refuses=True)
     pool = pool_of(one, two, per_engine=1)
-    assert pool.weight_version == -1
     await pool.sync({"version": 5})
-    assert (one.versions, two.versions, pool.weight_version) == ([5], [5], 5)
+    assert (one.versions, two.versions) == ([5], [5])
     mixed = pool_of(one, bad, per_engine=1)
     with pytest.raises(SyncError, match="engine bad"):
         await mixed.sync({"version": 6})
-    assert mixed.weight_version == -1
     await pool.close()
     assert one.closed
     assert two.closed
 
 
 @on_a_loop
+async def test_engines_that_have_a_request_take_no_weights() -> None:
+    client = FakeClient("one")
+    pool = pool_of(client, per_engine=2)
+    job = asyncio.create_task(pool.generate(task_of(0, 0)))
+    await asyncio.sleep(0)
+    with pytest.raises(InvariantError, match="weights of version 6 while 1 requests are at the engines"):
+        await pool.sync({"version": 6})
+    client.waiting[0].set()
+    await job
+    await pool.sync({"version": 6})
+    assert client.versions == [6]
+
+
+@on_a_loop
 async def test_samples_of_other_weights_are_refused() -> None:
     pool = pool_of(FakeClient("one"), per_engine=1)
-    await pool.sync({"version": 3})
     task = task_of(0, 0)
     echo = {**task.request.model_dump(mode="json"), "prompts": list(task.prompts), "num_outputs_per_prompt": 2}
     echo |= {"seeds": [0, 1], "initial_seeds": [0, 1], "truncated_prompts": 0, "weight_version": 3}
     right, stale = microgroup_of(task.keys, version=3), microgroup_of(task.keys, version=2)
-    pool.check(task, Microgroup(samples=right.samples, conditioning=right.conditioning, echo=echo))
+    pool.check(task, Microgroup(samples=right.samples, conditioning=right.conditioning, echo=echo), 3)
     with pytest.raises(EchoError, match=r"weight version \[2\] came back, expected 3"):
-        pool.check(task, Microgroup(samples=stale.samples, conditioning=stale.conditioning, echo=echo))
+        pool.check(task, Microgroup(samples=stale.samples, conditioning=stale.conditioning, echo=echo), 3)
+    other = {**echo, "weight_version": 2}
     with pytest.raises(EchoError, match="weight_version"):
-        pool.check(
-            task, Microgroup(samples=right.samples, conditioning=right.conditioning, echo={**echo, "weight_version": 2})
-        )
+        pool.check(task, Microgroup(samples=right.samples, conditioning=right.conditioning, echo=other), 3)
 
 
 def test_watched_reward_that_is_nan_leaves_the_total_alone(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Flow-GRPO (arXiv 2505.05470): the clipped policy gradient over recorded denoising steps.
 
-With other transitions and step strategies of the recipe it is DanceGRPO (`dance`), MixGRPO (`sliding`) and
+Samples of older weights are weighed by a truncated ratio to the policy that made them, apart from the clip, which is
+about the policy before the update: decoupled PPO (arXiv 2110.00641; for asynchronous runs 2505.24298). With other transitions and step strategies of the recipe it is DanceGRPO (`dance`), MixGRPO (`sliding`) and
 Flow-GRPO-Fast (`branch`).
 """
 
@@ -53,6 +54,16 @@ def policy_loss(
     return PolicyLoss(torch.maximum(-advantage * ratio, -advantage * limited), ratio, outside)
 
 
+def importance_weights(
+    old_log_prob: Float[Tensor, " B"], rollout_log_prob: Float[Tensor, " B"], *, cap: float
+) -> Float[Tensor, " B"]:
+    """min(cap, exp(old_log_prob - rollout_log_prob)) per pair: what a sample of another policy counts for the old one.
+
+    Truncation bounds the variance for a bias, as rho-bar of V-trace does (arXiv 1802.01561, eq. 1).
+    """
+    return torch.exp(old_log_prob - rollout_log_prob).clamp(max=cap)
+
+
 class FlowGrpo:
     """The clipped ratio on recorded steps, with an optional KL to a reference."""
 
@@ -74,8 +85,15 @@ class FlowGrpo:
         if config.old_log_probs == "recompute":
             old = joint_log_prob(policies.distribution(tile, "old"), tile, reduction=self._reduction)
         parts = {name: self.stream_loss(name, tile, new[name], old[name], policies) for name in new}
-        loss = over_streams(config, {name: part.loss for name, part in parts.items()})
+        losses = {name: part.loss for name, part in parts.items()}
         means = {"clip_fraction": largest([part.clipped for part in parts.values()])}
+        if config.importance_cap is not None:
+            cap = config.importance_cap
+            weights = {name: importance_weights(old[name], tile.old_log_probs[name], cap=cap) for name in old}
+            losses = {name: weights[name] * value for name, value in losses.items()}
+            means["importance_weight"] = largest(list(weights.values()))
+            means["importance_capped"] = largest([(weight >= cap).to(weight.dtype) for weight in weights.values()])
+        loss = over_streams(config, losses)
         if config.kl_beta > 0:
             kl = transition_kl(config, tile, policies)
             loss, means["kl"] = loss + config.kl_beta * kl, kl.detach()

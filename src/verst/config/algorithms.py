@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from verst.config.basis import NonNegativeFloat, NonNegativeInt, Number, PositiveFloat, Section, UnitFloat
 from verst.config.plugins import ObjectPath
+from verst.errors import ConfigError
 
 
 class AdvantageConfig(Section):
@@ -119,8 +120,20 @@ class ClippedRatio(ClipRange, ReferenceKl, AlgorithmBase):
     old_log_probs: Literal["rollout", "recompute"] = "rollout"
     """The ratio's denominator: what the engine recorded, or what the trainer computes on the same tiles before the first
     optimizer step of a rollout, which takes one forward more of all later steps' pairs."""
+    importance_cap: PositiveFloat | None = None
+    """Weigh each pair by min(importance_cap, p_old / p_rollout), for samples of older weights; needs old_log_probs =
+    "recompute". Unset = no weights."""
     kl_form: Literal["transition", "no_dt"] = "transition"
     """transition: (mu - mu_ref)^2 / (2 std^2); no_dt divides by 2 g^2 as the published code does."""
+
+    @model_validator(mode="after")
+    def _weights_need_two_policies(self) -> ClippedRatio:
+        if self.importance_cap is not None and self.old_log_probs == "rollout":
+            raise ConfigError(
+                f"algorithm.importance_cap = {self.importance_cap:g} weighs by p_old / p_rollout, which is 1 with "
+                'old_log_probs = "rollout"; set algorithm.old_log_probs = "recompute"'
+            )
+        return self
 
 
 class FlowGrpoConfig(ClippedRatio):

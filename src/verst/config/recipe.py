@@ -12,6 +12,7 @@ from verst.config.filters import check_filters
 from verst.config.placement import check_placement
 from verst.config.rewards import is_group_wise
 from verst.config.rewards import reward_name as reward_name
+from verst.config.schedule import check_schedule
 from verst.config.supervised import SftRecipe as SftRecipe
 from verst.config.watch import check_watch
 from verst.errors import ConfigError
@@ -27,6 +28,7 @@ class RlRecipe(s.Section):
     rollout: s.RolloutConfig
     rewards: Annotated[tuple[s.RewardConfig, ...], Field(min_length=1)]
     algorithm: s.AlgorithmConfig
+    schedule: s.ScheduleConfig = s.SyncSchedule()
     trainer: s.TrainerConfig
     engine: s.EngineConfig = s.NativeEngine()
     sync: s.SyncConfig = s.AutoSync()
@@ -63,6 +65,7 @@ class RlRecipe(s.Section):
             "trainer.steps_per_rollout", self.trainer.steps_per_rollout, "rollout.num_groups", self.rollout.num_groups
         )
         check_filters(self.rollout.filters, self.rollout.dynamic, num_groups=self.rollout.num_groups)
+        check_schedule(self.schedule, self.algorithm, kept_for=self.rollout.dynamic.staleness)
         self._check_tiles()
         self._check_steps()
         self._check_reference()

@@ -63,6 +63,9 @@ from verst.config.rewards import PromptReward as PromptReward
 from verst.config.rewards import PythonReward as PythonReward
 from verst.config.rewards import RewardBase as RewardBase
 from verst.config.rewards import RewardConfig as RewardConfig
+from verst.config.schedule import AsyncSchedule as AsyncSchedule
+from verst.config.schedule import ScheduleConfig as ScheduleConfig
+from verst.config.schedule import SyncSchedule as SyncSchedule
 from verst.config.steps import AllSteps as AllSteps
 from verst.config.steps import BranchSteps as BranchSteps
 from verst.config.steps import CpsTransition as CpsTransition

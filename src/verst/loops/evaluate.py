@@ -52,11 +52,11 @@ async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool
     async def parse(payload: bytes, keys: Sequence[SampleKey]) -> Microgroup:
         return await asyncio.to_thread(to_microgroup, payload, keys)
 
-    def check(task: MicrogroupTask, microgroup: Microgroup) -> None:
-        check_echo(task.request, microgroup.echo)
+    def check(task: MicrogroupTask, microgroup: Microgroup, weight_version: int) -> None:
+        check_echo(task.request, microgroup.echo, weight_version=weight_version)
 
     pipeline = Pipeline(generate=generate, parse=parse, check=check, score=score)
-    scored, _ = await pipeline.run(plan_evaluation(recipe, heldout))
+    scored, _ = await pipeline.run(plan_evaluation(recipe, heldout), weight_version=worker.weight_version)
     values = heldout_rewards(recipe, scored)
     named = {f"{HELDOUT}/{name}": mean_of_finite(v) for name, v in values.items() if name != "total"}
     gold = gold_metrics(gold_names(recipe), [item.scores for item in scored])

@@ -1,7 +1,7 @@
 """Why is a ratio not 1? One sample of a run, made again by the engine's code and scored again by the trainer's, block by
 block: the first module whose output differs is where the two part.
 
-The sample is made from its plan and from the checkpoint before its iteration: nothing but those two decides it.
+The sample is made from its plan and from the checkpoint of the weights that made it: nothing but those two decides it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from verst.flow.controller import make_transition
 from verst.loops.matrix import one_rank, sync_in_process
 from verst.loops.rl import wants_cuda
 from verst.loops.run_folder import stored_rl_recipe
+from verst.obs.alarms import ROLLED_BACK_TO
+from verst.obs.metrics import read_metrics
+from verst.rollout.ahead import position_of, version_of
 from verst.rollout.plan import MicrogroupTask, plan_group
 from verst.rollout.prompts import PromptSource
-from verst.rollout.sampler import position_after
 from verst.trainer.checkpoint import read_state
 from verst.trainer.export import find_checkpoint
 from verst.trainer.policies import step_distribution
@@ -90,10 +92,10 @@ class Explanation:
 def explain_ratio(
     run: Path, iteration: int, group: int, index: int, *, perturb: Callable[[nn.Module], None] | None = None
 ) -> Explanation:
-    """Sample `index` of group `group` of `iteration` (from 1), before that iteration's update.
+    """Sample `index` of group `group` of `iteration` (from 1), by the weights that sampled it, in engine and trainer alike.
 
-    perturb: changes the trainer's module first, for tests. Raises ConfigError where the run keeps no checkpoint of the
-    iteration before, has no such sample, or trains no recorded steps.
+    perturb: changes the trainer's module first, for tests. Raises ConfigError where the run keeps no checkpoint of those
+    weights, has no such sample, or trains no recorded steps.
     """
     recipe = stored_rl_recipe(run).model_copy(deep=True)
     alone = {"ranks": 1, "parallel": ParallelConfig()}
@@ -104,7 +106,9 @@ def explain_ratio(
         )
     if not 1 <= iteration <= recipe.run.iterations:
         raise ConfigError(f"iteration {iteration} is not among 1..{recipe.run.iterations} of this run")
-    checkpoint = None if iteration == 1 else find_checkpoint(run, str(iteration - 1))
+    back = [int(row["iteration"]) for row in read_metrics(run / "metrics.jsonl") if ROLLED_BACK_TO in row]
+    version = version_of(iteration - 1, staleness=recipe.schedule.staleness, rollbacks=back)
+    checkpoint = None if version == 0 else find_checkpoint(run, str(version))
     task = _task_of(recipe, iteration, group, index, checkpoint)
     device = torch.device("cuda" if wants_cuda(recipe) else "cpu")
     if recipe.run.threads:
@@ -114,7 +118,7 @@ def explain_ratio(
     with one_rank(recipe, device=device) as trainer:
         if checkpoint is not None:
             trainer.load(checkpoint)
-        sync_in_process(trainer, worker, version=iteration - 1)
+        sync_in_process(trainer, worker, version=version)
         if perturb is not None:
             perturb(trainer.transformer)
         microgroup = _generate(worker, task)
@@ -136,7 +140,7 @@ def explain_ratio(
 
 
 def _task_of(recipe: RlRecipe, iteration: int, group: int, index: int, checkpoint: Path | None) -> MicrogroupTask:
-    """checkpoint: of the iteration before, which says where among the prompts the rollout began."""
+    """checkpoint: of the weights that sampled, which says where among the prompts the rollout began."""
     rollout = recipe.rollout
     groups = (rollout.dynamic.max_groups or 4 * rollout.num_groups) if rollout.dynamic.enabled else rollout.num_groups
     if not (0 <= group < groups and 0 <= index < rollout.group_size):
@@ -145,7 +149,8 @@ def _task_of(recipe: RlRecipe, iteration: int, group: int, index: int, checkpoin
             f"0..{rollout.group_size - 1}"
         )
     source = PromptSource(recipe.prompts.train, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
-    first = 0 if checkpoint is None else position_after(recipe, read_state(checkpoint))
+    state = {"iteration": 0, "sampler": {"position": 0}} if checkpoint is None else read_state(checkpoint)
+    first = position_of(recipe, state, iteration - 1)
     tasks = plan_group(recipe, source.at(first + group), rollout=iteration - 1, group=group)
     return tasks[index // rollout.microgroup_size]
 

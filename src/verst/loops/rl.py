@@ -2,8 +2,9 @@
 
     prompts ─> rollout (engines, parsers, rewards) ─> advantages, pairs ─> trainer ─> weight sync ─> engines
 
-Iteration i samples with weight version i - 1, updates, and hands version i to the engines. A checkpoint of iteration i
-is taken after that, so that a resumed run repeats nothing and skips nothing.
+Iteration i begins rollout i - 1 + k with weight version i - 1, trains that version on rollout i - 1, and hands version i to
+the engines as soon as they are done; k is the schedule's staleness: 0 takes turns, more works side by side. A checkpoint
+of iteration i is taken after that, so that a resumed run repeats nothing and skips nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from verst.loops.stop import Interrupted, StopSignal
 from verst.loops.watch import Watch, gold_metrics
 from verst.obs.images import padded
 from verst.obs.metrics import mean_of_finite, read_metrics
+from verst.rollout.ahead import Ahead
 from verst.rollout.filters import GroupFilters, has_zero_variance, weighted_sums
 from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, in_prompt_order
 from verst.rollout.plan import plan_evaluation
@@ -56,7 +58,10 @@ async def train_rl(recipe: RlRecipe, folder: RunFolder, *, quiet: bool = False, 
         with StopSignal() as stop:
             async with Cluster(recipe, cuda=wants_cuda(recipe)) as cluster:
                 run = Run(recipe, folder, report, cluster, source, heldout, filters)
-                await run.to_the_end(stop, saved, until)
+                try:
+                    await run.to_the_end(stop, saved, until)
+                finally:
+                    await run.close()
     finally:
         report.close()
 
@@ -84,9 +89,10 @@ class Run:
         self._watch = Watch(recipe, score_gold=cluster.score_gold)
         engines = cluster.engines
         stages: dict[str, Any] = {"generate": engines.generate, "parse": cluster.parse, "check": engines.check}
-        keep = recipe.rollout.dynamic.staleness > 0
+        self._staleness = recipe.schedule.staleness
+        keep = self._staleness > 0 or recipe.rollout.dynamic.staleness > 0
         pipeline = Pipeline(**stages, score=cluster.score, on_span=report.span, keep_payloads=keep)
-        self._sampler = Sampler(recipe, source, pipeline, filters, weight_version=lambda: engines.weight_version)
+        self._ahead = Ahead(recipe, Sampler(recipe, source, pipeline, filters))
         self._evaluation = Pipeline(**stages, score=cluster.score_all, on_span=report.span)
 
     async def to_the_end(self, stop: StopSignal, saved: Mapping[str, Any] | None, until: int | None = None) -> None:
@@ -107,14 +113,17 @@ class Run:
                 break
             await self._checkpoints.poll()
             started = time.perf_counter()
+            through = min(iteration - 1 + self._staleness, recipe.run.iterations - 1)
+            self._ahead.begin(through, weight_version=iteration - 1)
             try:
-                rollout = await stop.unless_stopped(self._sampler.rollout(iteration - 1))
+                rollout = await stop.unless_stopped(self._ahead.take(iteration - 1))
             except Interrupted:
                 break
             batch = make_batch(recipe, rollout.groups, rollout.dropped_by)
             (update, train_s), seen = await asyncio.gather(
                 self._update(batch), self._watch.observe(iteration, rollout.groups, rollout.scored)
             )
+            await self._ahead.drained()
             sync, sync_s = await self._sync(iteration)
             done = iteration
             metrics = {
@@ -125,6 +134,7 @@ class Run:
                 **sync,
                 **self._cluster.reward_metrics(),
                 **perf_metrics(rollout, recipe.rollout.group_size, train_s, sync_s),
+                **(self._ahead.waits() if self._staleness else {}),
                 "perf/iteration_s": time.perf_counter() - started,
             }
             ended = await self._complete(done, metrics)
@@ -148,11 +158,12 @@ class Run:
     async def _roll_back(self, iteration: int, *, version: int) -> None:
         """Weights, optimizer and averages of an earlier iteration, into engines too; the run's numbers go on.
 
-        Groups that were kept are of weights that are gone.
+        Groups that were kept or sampled ahead are of weights that are gone.
         """
         await self._checkpoints.finish()
         folder = checkpoint.step_folder(self._folder.checkpoints, iteration)
-        self._report.status(f"rolling back to {folder}; {self._sampler.forget()} kept groups are dropped")
+        dropped = await self._ahead.forget()
+        self._report.status(f"rolling back to {folder}; {dropped} groups of the weights before are dropped")
         checkpoint.read_state(folder)
         await self._cluster.trainer.load(folder)
         await self._cluster.trainer.scale_lr(self._watch.lr_scale)
@@ -165,7 +176,7 @@ class Run:
             latest = checkpoint.step_folder(self._folder.checkpoints, done)
             self._report.status(f"loading {latest}")
             await self._cluster.trainer.load(latest)
-            await self._sampler.restore(saved, latest, self._cluster.parse)
+            await self._ahead.restore(saved, latest, self._cluster.parse)
         self._report.resume_at(-1 if done is None else done)
         kept = [checkpoint.iteration_of(folder) for folder in checkpoint.published(self._folder.checkpoints)]
         self._watch.resume(read_metrics(self._folder.metrics), kept)
@@ -194,7 +205,8 @@ class Run:
         self._report.status(f"evaluating {len(self._heldout)} held-out prompts")
         if recipe.eval.weights == "ema":
             await self._sync(iteration, ema=True)
-        scored, seconds = await self._evaluation.run(plan_evaluation(recipe, self._heldout))
+        tasks = plan_evaluation(recipe, self._heldout)
+        scored, seconds = await self._evaluation.run(tasks, weight_version=iteration)
         if recipe.eval.weights == "ema":
             await self._sync(iteration)
         rewards = heldout_rewards(recipe, scored)
@@ -213,9 +225,14 @@ class Run:
 
     async def _save(self, iteration: int) -> None:
         self._report.status(f"saving checkpoint of iteration {iteration}")
+        await self._ahead.settle(below=iteration + self._staleness)
         state = {"iteration": iteration, "weight_version": iteration, "recipe": dump(self._recipe)}
-        state["sampler"] = self._sampler.state()
-        await self._checkpoints.save(iteration, state, best=self._watch.best, files=self._sampler.files())
+        state["sampler"] = self._ahead.state()
+        await self._checkpoints.save(iteration, state, best=self._watch.best, files=self._ahead.files())
+
+    async def close(self) -> None:
+        """No rollout goes on after this."""
+        await self._ahead.close()
 
     async def _end(self, done: int, ended: str | None) -> None:
         """ended: why the watch ended the run."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from verst.engine.client import EngineClient, check_certificate, check_echo
 from verst.engine.wire import GenerateRequest
-from verst.errors import EchoError
+from verst.errors import EchoError, InvariantError
 from verst.rollout.pipeline import first_failure
 from verst.rollout.plan import MicrogroupTask
 from verst.types import Microgroup
@@ -21,7 +21,6 @@ class EnginePool:
         self._clients = list(clients)
         self._in_flight = [0] * len(clients)
         self._slots = asyncio.Semaphore(per_engine * len(clients))
-        self.weight_version = -1
 
     async def generate(self, task: MicrogroupTask) -> bytes:
         async with self._slots:
@@ -32,18 +31,23 @@ class EnginePool:
             finally:
                 self._in_flight[index] -= 1
 
-    def check(self, task: MicrogroupTask, microgroup: Microgroup) -> None:
-        """Raises EchoError where the engine used other parameters or weights than the run holds."""
-        check_echo(task.request, microgroup.echo, weight_version=self.weight_version)
+    @staticmethod
+    def check(task: MicrogroupTask, microgroup: Microgroup, weight_version: int) -> None:
+        """Raises EchoError where the engine used other parameters or weights than it should have."""
+        check_echo(task.request, microgroup.echo, weight_version=weight_version)
         made = {sample.weight_version for sample in microgroup.samples}
-        if made != {self.weight_version}:
-            raise EchoError(f"samples of weight version {sorted(made)} came back, expected {self.weight_version}")
+        if made != {weight_version}:
+            raise EchoError(f"samples of weight version {sorted(made)} came back, expected {weight_version}")
 
     async def sync(self, manifest: Mapping[str, Any], *, digest: Awaitable[str] | None = None) -> None:
         """Hand the weights to every engine; each certificate is compared. Raises SyncError.
 
         digest: of what the trainer sends meanwhile, where the manifest does not know it before.
         """
+        if busy := sum(self._in_flight):
+            raise InvariantError(
+                f"weights of version {manifest['version']} while {busy} requests are at the engines: a rollout would be of two"
+            )
         try:
             async with asyncio.TaskGroup() as group:
                 if digest is not None:
@@ -54,7 +58,6 @@ class EnginePool:
         if digest is not None:
             for client, task in zip(self._clients, taken, strict=True):
                 check_certificate({**manifest, "digest": sent.result()}, task.result(), engine=client.url)
-        self.weight_version = manifest["version"]
 
     async def check_prompts(self, prompts: Sequence[str], *, max_sequence_length: int) -> list[str]:
         """One line for each prompt that the model's encoders cannot take whole."""

@@ -1,7 +1,8 @@
 """Sampled groups that outlive the process: files of a checkpoint, from which they are made again bit for bit.
 
-`sampled/index.json` says which they are (prompt position, rollout, number) and how they were scored; each microgroup's
-engine answer lies beside it as it came. What a group's requests were follows from the recipe, as it did the first time.
+`index.json` of a folder says which they are (prompt position, rollout, number) and how they were scored; each
+microgroup's engine answer lies beside it as it came. What a group's requests were follows from the recipe, as it did
+the first time.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from verst.rollout.pipeline import Parse, ScoredMicrogroup, assemble
 from verst.rollout.plan import MicrogroupTask
 from verst.types import Group, Scores
 
-FOLDER = "sampled"
-_INDEX = f"{FOLDER}/index.json"
+_INDEX = "index.json"
 PlanOf = Callable[[int, int, int], Sequence[MicrogroupTask]]
 """(prompt position, rollout, number of the group) -> its microgroups."""
 
@@ -40,15 +40,15 @@ def sampled_group(position: int, scored: Sequence[ScoredMicrogroup], *, group_si
     return SampledGroup(position=position, group=group, scored=tuple(scored))
 
 
-def to_files(groups: Sequence[SampledGroup]) -> dict[str, bytes]:
-    """Path in the checkpoint -> content; nothing for no group."""
+def to_files(groups: Sequence[SampledGroup], folder: str) -> dict[str, bytes]:
+    """Path in the checkpoint, all inside `folder` -> content; nothing for no group."""
     files: dict[str, bytes] = {}
     index = []
     for item in groups:
         rows = []
         for number, scored in enumerate(item.scored):
             assert scored.payload is not None, "a pipeline whose groups are journaled keeps its payloads"
-            name = f"{FOLDER}/{item.group.rollout}_{item.group.index}_{number}.msgpack"
+            name = f"{folder}/{item.group.rollout}_{item.group.index}_{number}.msgpack"
             files[name] = scored.payload
             scores = {"by_reward": scored.scores.by_reward, "num_failures": scored.scores.num_failures}
             rows.append({"file": name, "scores": scores})
@@ -62,34 +62,38 @@ def to_files(groups: Sequence[SampledGroup]) -> dict[str, bytes]:
         )
     if index:
         # NaN is what Python's JSON writes and reads for a masked score.
-        files[_INDEX] = json.dumps(index, indent=1).encode()
+        files[f"{folder}/{_INDEX}"] = json.dumps(index, indent=1).encode()
     return files
 
 
-async def from_files(folder: Path, *, plan: PlanOf, parse: Parse, group_size: int) -> list[SampledGroup]:
-    """The groups of a verified checkpoint, in the order in which they were written; none where it has none.
+async def from_files(
+    root: Path, folder: str, *, plan: PlanOf, parse: Parse, group_size: int
+) -> tuple[SampledGroup, ...]:
+    """The groups in `folder` of the verified checkpoint `root`, in the order in which they were written; none where it
+    has none.
 
     Raises CheckpointError for files that do not fit the recipe.
     """
-    if not (folder / _INDEX).exists():
-        return []
-    index: list[Mapping[str, Any]] = json.loads((folder / _INDEX).read_text())
+    path = root / folder / _INDEX
+    if not path.exists():
+        return ()
+    index: list[Mapping[str, Any]] = json.loads(path.read_text())
     groups = []
     for entry in index:
         tasks = plan(entry["position"], entry["rollout"], entry["group"])
         rows = entry["microgroups"]
         if len(tasks) != len(rows):
             raise CheckpointError(
-                f"{folder / _INDEX}: group {entry['group']} of rollout {entry['rollout']} has {len(rows)} microgroups, the "
+                f"{path}: group {entry['group']} of rollout {entry['rollout']} has {len(rows)} microgroups, the "
                 f"recipe makes {len(tasks)}"
             )
-        scored = [await _restored(folder, task, row, parse) for task, row in zip(tasks, rows, strict=True)]
+        scored = [await _restored(root, task, row, parse) for task, row in zip(tasks, rows, strict=True)]
         groups.append(sampled_group(entry["position"], scored, group_size=group_size))
-    return groups
+    return tuple(groups)
 
 
-async def _restored(folder: Path, task: MicrogroupTask, row: Mapping[str, Any], parse: Parse) -> ScoredMicrogroup:
-    payload = (folder / row["file"]).read_bytes()
+async def _restored(root: Path, task: MicrogroupTask, row: Mapping[str, Any], parse: Parse) -> ScoredMicrogroup:
+    payload = (root / row["file"]).read_bytes()
     scores = row["scores"]
     by_reward = {name: tuple(values) for name, values in scores["by_reward"].items()}
     return ScoredMicrogroup(

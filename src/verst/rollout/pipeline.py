@@ -21,8 +21,8 @@ from verst.types import Group, Microgroup, SampleKey, Scores
 T = TypeVar("T")
 Generate = Callable[[MicrogroupTask], Awaitable[bytes]]
 Parse = Callable[[bytes, Sequence[SampleKey]], Awaitable[Microgroup]]
-Check = Callable[[MicrogroupTask, Microgroup], None]
-"""Raises EchoError where the engine did not do what the task asked for."""
+Check = Callable[[MicrogroupTask, Microgroup, int], None]
+"""(task, what came of it, intended weight version). Raises EchoError where the engine did something else."""
 Score = Callable[[MicrogroupTask, Microgroup], Awaitable[Scores]]
 OnSpan = Callable[[dict[str, Any]], None]
 
@@ -65,24 +65,38 @@ class Pipeline:
         self._on_span = on_span
         self._keep_payloads = keep_payloads
 
-    async def run(self, tasks: Sequence[MicrogroupTask]) -> tuple[list[ScoredMicrogroup], StageSeconds]:
-        """Every task's microgroup, scored, in the order of `tasks`. Raises the first failure by itself."""
+    async def run(
+        self,
+        tasks: Sequence[MicrogroupTask],
+        *,
+        weight_version: int,
+        on_generated: Callable[[], None] = lambda: None,
+    ) -> tuple[list[ScoredMicrogroup], StageSeconds]:
+        """Every task's microgroup, scored, in the order of `tasks`. Raises the first failure by itself.
+
+        weight_version: that must have made them. on_generated: called for each when the engine's answer is there.
+        """
         started = time.perf_counter()
         stages: dict[str, float] = {}
         try:
             async with asyncio.TaskGroup() as group:
-                jobs = [group.create_task(self._microgroup(task, stages)) for task in tasks]
+                jobs = [
+                    group.create_task(self._microgroup(task, stages, weight_version, on_generated)) for task in tasks
+                ]
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from failures
         generated = stages.pop("last_generated") - started
         total = time.perf_counter() - started
         return [job.result() for job in jobs], StageSeconds(total=total, last_generated=generated, stages=stages)
 
-    async def _microgroup(self, task: MicrogroupTask, stages: dict[str, float]) -> ScoredMicrogroup:
+    async def _microgroup(
+        self, task: MicrogroupTask, stages: dict[str, float], weight_version: int, on_generated: Callable[[], None]
+    ) -> ScoredMicrogroup:
         payload = await self._timed("generate", task, stages, self._generate(task))
         stages["last_generated"] = time.perf_counter()
+        on_generated()
         microgroup = await self._timed("deserialize", task, stages, self._parse(payload, task.keys))
-        self._check(task, microgroup)
+        self._check(task, microgroup, weight_version)
         scores = await self._timed("reward", task, stages, self._score(task, microgroup))
         kept = payload if self._keep_payloads else None
         return ScoredMicrogroup(task=task, microgroup=microgroup, scores=scores, payload=kept)

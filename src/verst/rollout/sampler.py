@@ -1,39 +1,53 @@
-"""The next rollout: prompts by position, groups through the pipeline, filters, and groups kept from one to the next.
+"""One rollout: prompts by position, groups through the pipeline, filters, and groups kept from one to the next.
 
-What it needs to go on, in the same process or in another, is one number and the kept groups; both change only when a
-rollout is complete, so that one that was stopped in the middle is made again.
+What a rollout needs of those before it is a `Standing`, and what it leaves is another: nothing else is remembered, so
+that one that was stopped in the middle, or in another process, is made again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from verst.config.recipe import RlRecipe
-from verst.rollout import journal
 from verst.rollout.dynamic import Collected, collect
 from verst.rollout.filters import GroupFilters
 from verst.rollout.journal import SampledGroup, sampled_group
-from verst.rollout.pipeline import Parse, Pipeline, ScoredMicrogroup, StageSeconds
+from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, StageSeconds
 from verst.rollout.plan import MicrogroupTask, plan_group
 from verst.rollout.prompts import PromptSource
 from verst.types import Group
 
 
 @dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Where sampling stands between two rollouts."""
+
+    position: int = 0
+    """Of the next prompt."""
+    kept: tuple[SampledGroup, ...] = ()
+    """Groups that dynamic sampling has left over."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rollout:
-    groups: tuple[Group, ...]
+    sampled: tuple[SampledGroup, ...]
     """All that were judged: kept ones of earlier rollouts first, then by number (or, not deterministic, by completion)."""
     dropped_by: tuple[str | None, ...]
     """For each group the filter that drops it; None: it is trained on."""
-    scored: tuple[ScoredMicrogroup, ...]
-    """Their microgroups."""
     seconds: StageSeconds
     metrics: Mapping[str, float]
     """rollout/..."""
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return tuple(item.group for item in self.sampled)
+
+    @property
+    def scored(self) -> tuple[ScoredMicrogroup, ...]:
+        return tuple(scored for item in self.sampled for scored in item.scored)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,39 +57,45 @@ class _Judged:
 
 
 class Sampler:
-    def __init__(
-        self,
-        recipe: RlRecipe,
-        source: PromptSource,
-        pipeline: Pipeline,
-        filters: GroupFilters,
-        *,
-        weight_version: Callable[[], int],
-    ) -> None:
-        """weight_version: of the weights that the engines hold now."""
+    def __init__(self, recipe: RlRecipe, source: PromptSource, pipeline: Pipeline, filters: GroupFilters) -> None:
         self._recipe = recipe
         self._source = source
         self._pipeline = pipeline
         self._filters = filters
-        self._weight_version = weight_version
-        self._position = 0
-        self._kept: list[SampledGroup] = []
 
-    async def rollout(self, number: int) -> Rollout:
-        """number: from 0. Raises what the pipeline raises."""
+    def known_end(self, start: Standing) -> Standing | None:
+        """What a rollout from `start` will leave; None where its filters decide."""
+        rollout = self._recipe.rollout
+        return None if rollout.dynamic.enabled else Standing(position=start.position + rollout.num_groups)
+
+    async def rollout(
+        self, number: int, start: Standing, *, weight_version: int, on_generated: Callable[[], None] = lambda: None
+    ) -> tuple[Rollout, Standing]:
+        """number: from 0. on_generated: called when engines have nothing more to do for it. Raises what the pipeline
+        raises."""
         config, size = self._recipe.rollout.dynamic, self._recipe.rollout.num_groups
-        fresh = [kept for kept in self._kept if self._lag(kept) <= config.staleness]
+        fresh = [kept for kept in start.kept if weight_version - kept.group.weight_version <= config.staleness]
         clock = _Clock()
+        missing = size * self._recipe.rollout.group_size // self._recipe.rollout.microgroup_size
+
+        def generated() -> None:
+            nonlocal missing
+            missing -= 1
+            if missing == 0 and not config.enabled:
+                on_generated()
 
         async def sample(group: int) -> _Judged:
-            position = self._position + group
+            position = start.position + group
             begun = clock.now()
-            scored, seconds = await self._pipeline.run(self._plan(position, number, group))
+            tasks = self.plan(position, number, group)
+            scored, seconds = await self._pipeline.run(tasks, weight_version=weight_version, on_generated=generated)
             clock.add(seconds, begun=begun)
             sampled = sampled_group(position, scored, group_size=self._recipe.rollout.group_size)
             return _Judged(sampled=sampled, dropped_by=self._filters.dropped_by(sampled.group))
 
         collected = await self._collect(sample, fresh=len(fresh))
+        if config.enabled:
+            on_generated()
         passed = [*fresh, *(j.sampled for j in collected.judged if config.enabled and j.dropped_by is None)]
         used, left = passed[:size], passed[size:]
         judged = [_Judged(sampled=item, dropped_by=None) for item in used[: len(fresh)]]
@@ -86,18 +106,17 @@ class Sampler:
             metrics |= {
                 "rollout/groups_cancelled": float(collected.given_up + (0 if config.staleness else len(left))),
                 "rollout/groups_kept": float(len(left) if config.staleness else 0),
-                "rollout/groups_stale": float(len(self._kept) - len(fresh)),
+                "rollout/groups_stale": float(len(start.kept) - len(fresh)),
                 "rollout/groups_missing": float(size - len(used)),
             }
-        self._position += collected.consumed
-        self._kept = left if config.staleness else []
-        return Rollout(
-            groups=tuple(j.sampled.group for j in judged),
+        rollout = Rollout(
+            sampled=tuple(j.sampled for j in judged),
             dropped_by=tuple(j.dropped_by for j in judged),
-            scored=tuple(scored for j in judged for scored in j.sampled.scored),
             seconds=clock.total(),
             metrics=metrics,
         )
+        kept = tuple(left) if config.staleness else ()
+        return rollout, Standing(position=start.position + collected.consumed, kept=kept)
 
     async def _collect(
         self, sample: Callable[[int], Coroutine[Any, Any, _Judged]], *, fresh: int
@@ -126,41 +145,9 @@ class Sampler:
             **{f"rollout/filtered/{name}": float(dropped.count(name)) for name in self._filters.names},
         }
 
-    def _lag(self, kept: SampledGroup) -> int:
-        """Versions between the weights that made the group and those that sample now."""
-        return self._weight_version() - kept.group.weight_version
-
-    def _plan(self, position: int, rollout: int, group: int) -> list[MicrogroupTask]:
+    def plan(self, position: int, rollout: int, group: int) -> Sequence[MicrogroupTask]:
+        """The microgroups of one group of the prompt at this position."""
         return plan_group(self._recipe, self._source.at(position), rollout=rollout, group=group)
-
-    def forget(self) -> int:
-        """Drop the kept groups; how many they were."""
-        number, self._kept = len(self._kept), []
-        return number
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint's run state says of the sampler under `sampler`, besides `files`."""
-        return {"position": self._position}
-
-    def files(self) -> dict[str, bytes]:
-        """The kept groups as files of a checkpoint."""
-        return journal.to_files(self._kept)
-
-    async def restore(self, state: Mapping[str, Any], folder: Path, parse: Parse) -> None:
-        """Go on from a verified checkpoint; state: all of its run state. Raises CheckpointError."""
-        self._position = position_after(self._recipe, state)
-        self._kept = await journal.from_files(
-            folder, plan=self._plan, parse=parse, group_size=self._recipe.rollout.group_size
-        )
-
-
-def position_after(recipe: RlRecipe, state: Mapping[str, Any]) -> int:
-    """The prompt position of the rollout after a checkpoint, from its run state.
-
-    A checkpoint that names none is of a run without dynamic sampling, which takes num_groups prompts an iteration.
-    """
-    sampler = state.get("sampler")
-    return int(sampler["position"] if sampler else state["iteration"] * recipe.rollout.num_groups)
 
 
 class _Clock:
