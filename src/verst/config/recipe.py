@@ -10,6 +10,7 @@ from verst.config import sections as s
 from verst.config.checks import divides, nearest_divisor, nearest_fit
 from verst.config.filters import check_filters
 from verst.config.placement import check_placement
+from verst.config.precision import check_precision
 from verst.config.rewards import is_group_wise
 from verst.config.rewards import reward_name as reward_name
 from verst.config.schedule import check_schedule
@@ -71,6 +72,7 @@ class RlRecipe(s.Section):
         self._check_reference()
         self._check_rewards()
         self._check_sync()
+        check_precision(self.trainer.precision, forward=self.model.dtype, reduces=True)
         check_placement(self.cluster.placement, ranks=self.trainer.ranks, engines=self.engine.num)
         check_watch(
             self.watch,

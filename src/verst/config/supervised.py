@@ -11,6 +11,7 @@ from verst.config import sections as s
 from verst.config.basis import Number, PositiveFloat, PositiveInt, UnitFloat
 from verst.config.checks import divides
 from verst.config.data import DataConfig, FilesData, PreferenceData, TextLinesData
+from verst.config.precision import check_precision
 from verst.config.rewards import is_group_wise, reward_name
 from verst.errors import ConfigError
 
@@ -111,6 +112,7 @@ class SftRecipe(s.Section):
             raise ConfigError(f"trainer.ranks = {self.trainer.ranks}: SFT runs in one process, so it must be 1")
         if self.eval.weights == "ema" and self.trainer.ema_decay is None:
             raise ConfigError("eval.weights = ema needs trainer.ema_decay, e.g. 0.99")
+        check_precision(self.trainer.precision, forward=self.model.dtype, reduces=False)
         self._check_data()
         self._check_text_encoders()
         self._check_measures()

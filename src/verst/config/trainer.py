@@ -8,6 +8,7 @@ from pydantic import model_validator
 
 from verst.config.basis import Flag, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, UnitFloat
 from verst.config.checks import divides
+from verst.config.precision import PrecisionConfig
 from verst.errors import ConfigError
 
 
@@ -58,6 +59,8 @@ class TrainerConfig(Section):
     checkpoint_every-th, or all. Gradients are the same bits; full costs about a third more time. docs/memory.md."""
     checkpoint_every: PositiveInt | None = None
     """Of selective: one block of this many; unset = 2."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """Dtypes of what is trained and of its gradients."""
     train_text_encoders: Flag = False
     """SFT only: train the text encoders too."""
 

@@ -29,7 +29,7 @@ def pick_device(recipe: SftRecipe) -> torch.device:
 
 
 def load_model(recipe: SftRecipe, device: torch.device) -> Components:
-    """All parts. Parameters that are trained are in fp32, the others in model.dtype. Raises ConfigError or ModelError."""
+    """All parts, in model.dtype; what will be trained as `trainer.precision.master` says. Raises ConfigError or ModelError."""
     path = recipe.model.path
     if recipe.init == "glyphs" and not path.exists():
         build_glyphs(path, seed=recipe.run.seed)
@@ -41,7 +41,8 @@ def load_model(recipe: SftRecipe, device: torch.device) -> Components:
         )
     dtype = DTYPES[recipe.model.dtype]
     components = family.load(path, parts=ALL_PARTS, dtype=dtype, device=device)
-    if dtype != torch.float32 and not isinstance(recipe.model.finetune, LoraFinetune):
+    full = not isinstance(recipe.model.finetune, LoraFinetune)
+    if dtype != torch.float32 and full and recipe.trainer.precision.master == "float32":
         # Read again, not cast: what bf16 rounded away would be lost to the masters.
         masters = family.load(path, parts=("transformer",), dtype=torch.float32, device=device)
         components.modules.update(masters.modules)
@@ -56,7 +57,7 @@ def trained_modules(components: Components, recipe: SftRecipe) -> Mapping[str, n
         spec = LoraSpec(rank=finetune.rank, alpha=finetune.alpha, targets=targets)
         attach_lora(transformer, spec)
         for parameter in transformer.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and recipe.trainer.precision.master == "float32":
                 parameter.data = parameter.data.float()
         if finetune.init is not None:
             load_adapters(transformer, spec, finetune.init)

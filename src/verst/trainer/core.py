@@ -184,11 +184,12 @@ class Trainer:
 
 
 class Ema:
-    """Exponential moving average of the trained parameters, updated once an OPTIMIZER step."""
+    """Exponential moving average of the trained parameters in fp32, updated once an OPTIMIZER step."""
 
     def __init__(self, named: Mapping[str, nn.Parameter], decay: float) -> None:
         self.decay = decay
-        self.shadow = {name: p.detach().clone() for name, p in named.items()}
+        # A bf16 average would never move: the step (1 - decay) is below its last bit.
+        self.shadow = {name: p.detach().to(torch.float32, copy=True) for name, p in named.items()}
 
     @torch.no_grad()
     def update(self, named: Mapping[str, nn.Parameter]) -> None:

@@ -91,10 +91,11 @@ def shard(
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
     fp32_modules: tuple[str, ...] = (),
+    reduce_dtype: torch.dtype = torch.float32,
 ) -> None:
     """FSDP2 in place: each block whose class is named in `blocks`, then the rest.
 
-    Parameters stay fp32; forward and backward run in `compute_dtype`, gradients are reduced in fp32. What stays fp32
+    Parameters stay as they are; forward and backward run in `compute_dtype`. What stays fp32
     whatever the dtype (`Family.fp32_modules`: norms, time embeddings) stays whole on each rank and as it is, as in an
     engine: it is small, and needs no gathering then. Its gradients are `reduce_whole`'s.
     """
@@ -102,7 +103,7 @@ def shard(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     # Inputs are cast by the family: time must stay fp32 where the model wants it so.
     policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False, output_dtype=None
+        param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False, output_dtype=None
     )
     for model in adaptable(module):
         half = compute_dtype != torch.float32

@@ -88,8 +88,9 @@ class RlTrainer:
         self._sender = SENDERS[type(recipe.sync)](recipe.sync, context)
 
     def _build(self, recipe: RlRecipe, layout: Layout) -> None:
-        # What is trained is kept in fp32; a base that only carries a LoRA stays in the dtype that it computes in.
-        dtype = torch.float32 if self._lora is None else self._dtype
+        # What is trained has its own dtype; a base that only carries a LoRA stays in that of the forward.
+        wide = recipe.trainer.precision.master == "float32"
+        dtype = torch.float32 if wide and self._lora is None else self._dtype
         loaded = self.family.load(recipe.model.path, parts=("transformer",), dtype=dtype, device=self._device)
         self.transformer = loaded.transformer
         # An engine's from_pretrained casts the buffers of the file, and leaves computed ones (rotary angles) in fp32.
@@ -104,7 +105,7 @@ class RlTrainer:
         else:
             attach_lora(self.transformer, self._lora)
             for p in self.transformer.parameters():
-                if p.requires_grad:
+                if p.requires_grad and wide:
                     p.data = p.data.float()
             finetune = recipe.model.finetune
             if isinstance(finetune, s.LoraFinetune) and finetune.init is not None:
@@ -154,6 +155,7 @@ class RlTrainer:
             mesh=layout.fsdp,
             compute_dtype=self._dtype,
             fp32_modules=self.family.fp32_modules,
+            reduce_dtype=DTYPES[self._recipe.trainer.precision.reduce],
         )
 
     def update(self, steps: Sequence[Sequence[PairBlock]]) -> UpdateMetrics:
