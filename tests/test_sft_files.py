@@ -128,12 +128,15 @@ def test_heldout_loss_falls_and_a_resumed_run_is_bitwise_the_same(pictures: Path
     assert moved(tiny_folder("sd3"), whole) == {"transformer"}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "master"), [("bfloat16", "float32"), ("float16", "float32"), ("bfloat16", "forward")]
+)
 @pytest.mark.parametrize("finetune", [{"type": "full"}, {"type": "lora", "rank": 2, "alpha": 4.0}])
-def test_half_precision_trains_fp32_masters(
-    pictures: Path, tmp_path: Path, dtype: str, finetune: dict[str, Any]
+def test_half_precision_trains(
+    pictures: Path, tmp_path: Path, dtype: str, master: str, finetune: dict[str, Any]
 ) -> None:
-    changes: dict[str, Any] = {"model": {"dtype": dtype, "finetune": finetune}, "trainer": {"lr": 1e-3}}
+    trainer = {"lr": 1e-3, "precision": {"master": master}}
+    changes: dict[str, Any] = {"model": {"dtype": dtype, "finetune": finetune}, "trainer": trainer}
     pipeline, rows = run(tables("sd3", pictures, tmp_path, **changes))
     _, losses = series(rows, "eval/heldout_loss")
     assert losses[-1] < losses[0]

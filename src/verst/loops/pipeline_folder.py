@@ -53,10 +53,8 @@ def _forget_origin(path: Path) -> None:
 
 
 def _frozen_copy(module: nn.Module, dtype: torch.dtype) -> Any:
-    clone: Any = copy.deepcopy(module)
-    if lora_spec_of(module) is not None:
-        # A half-precision base would round the merged update away.
-        clone = clone.float()
+    # A half-precision base would round a merged update away.
+    clone: Any = copy.deepcopy(module).float()
     if lora_spec_of(clone) is not None:
         clone.fuse_lora()
         clone.unload_lora()
