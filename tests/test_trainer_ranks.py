@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, ...]] = {
         STEPS,
         "algorithm.kl_beta=0.5",
         'algorithm.reference={type="frozen"}',
+        "trainer.offload={parameters=true, reference=true}",
     ),
     # The policy before the first step is computed ahead for the second step, of which one rank has fewer tiles.
     "guard_two_uneven_steps": (
@@ -54,6 +55,7 @@ CASES: dict[str, tuple[str, ...]] = {
         *ON_CLEAN_SAMPLES,
         'algorithm={type="dpo", beta_dpo=50.0, reference={type="ema"}}',
         "trainer.ema_decay=0.9",
+        "trainer.offload={optimizer=true, reference=true}",
     ),
     "islands": (*ISLANDS, STEPS),
     "islands_hsdp_lora": (
@@ -80,7 +82,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     folder = tmp_path_factory.mktemp("ranks")
     found: dict[str, dict[str, Any]] = {}
     for name, overrides in CASES.items():
-        alone = [line for line in overrides if not line.startswith(("trainer.parallel.", "trainer.activation_"))]
+        alone = [
+            line
+            for line in overrides
+            if not line.startswith(("trainer.parallel.", "trainer.activation_", "trainer.offload"))
+        ]
         recipe = recipe_with(folder, CALM_ADAM, *alone)
         both = recipe_with(folder, CALM_ADAM, "trainer.ranks=2", *overrides)
         (share,) = shares_of(recipe, score=lambda key, name=name: score(name, key))

@@ -86,6 +86,7 @@ from verst.config.sync import CudaIpcSync as CudaIpcSync
 from verst.config.sync import DiskSync as DiskSync
 from verst.config.sync import ShmSync as ShmSync
 from verst.config.sync import SyncConfig as SyncConfig
+from verst.config.trainer import OffloadConfig as OffloadConfig
 from verst.config.trainer import ParallelConfig as ParallelConfig
 from verst.config.trainer import TrainerConfig as TrainerConfig
 from verst.config.watch import AlarmConfig as AlarmConfig

@@ -110,6 +110,7 @@ class SftRecipe(s.Section):
             raise ConfigError(f"rewards: {compared} compare the samples of a group, which SFT has not; use others")
         if self.trainer.ranks != 1:
             raise ConfigError(f"trainer.ranks = {self.trainer.ranks}: SFT runs in one process, so it must be 1")
+        self._check_offload()
         if self.eval.weights == "ema" and self.trainer.ema_decay is None:
             raise ConfigError("eval.weights = ema needs trainer.ema_decay, e.g. 0.99")
         check_precision(self.trainer.precision, forward=self.model.dtype, reduces=False)
@@ -119,6 +120,18 @@ class SftRecipe(s.Section):
         if isinstance(self.algorithm, DpoOfflineConfig):
             self._check_reference(self.algorithm)
         return self
+
+    def _check_offload(self) -> None:
+        offload = self.trainer.offload
+        if offload.parameters:
+            raise ConfigError(
+                "trainer.offload.parameters = true: FSDP2 moves the blocks of an RL run; in SFT use offload.optimizer"
+            )
+        if offload.reference and isinstance(self.algorithm, DpoOfflineConfig):
+            raise ConfigError(
+                "trainer.offload.reference = true: offline DPO reads its reference in every tile; use a LoRA, whose "
+                "reference is the base model without a copy"
+            )
 
     def _check_data(self) -> None:
         kind = self.data.type

@@ -31,6 +31,17 @@ class ParallelConfig(Section):
         return self.ring * self.ulysses
 
 
+class OffloadConfig(Section):
+    """What lies in (pinned) host memory instead of the GPU's. Accepted on a CPU too, where it frees nothing."""
+
+    parameters: Flag = False
+    """Weights, gradients and optimizer state; FSDP2 brings one block at a time, and the step is taken on the CPU."""
+    optimizer: Flag = False
+    """Optimizer state; comes to the GPU in parts, where the step is taken."""
+    reference: Flag = False
+    """Frozen reference, moving average and old policy; come to the GPU by blocks or tensors when they are used."""
+
+
 class TrainerConfig(Section):
     ranks: PositiveInt = 1
     """Trainer processes."""
@@ -61,6 +72,11 @@ class TrainerConfig(Section):
     """Of selective: one block of this many; unset = 2."""
     precision: PrecisionConfig = PrecisionConfig()
     """Dtypes of what is trained and of its gradients."""
+    reduce_every_tile: Flag = False
+    """Reduce gradients after each tile instead of an optimizer step's last: a rank then holds its shard of them and not
+    all in fp32, for more communication. With offload.parameters it is so always."""
+    offload: OffloadConfig = OffloadConfig()
+    """What lies in host memory; by default nothing does."""
     train_text_encoders: Flag = False
     """SFT only: train the text encoders too."""
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from verst.config.sections import TrainerConfig
 from verst.errors import InvariantError
+from verst.trainer.host import HostOptimizer, to_host
 from verst.trainer.parallel import Layout
 from verst.trainer.whole import full, reduce_whole, total_norm, whole_parameters
 
@@ -80,7 +81,11 @@ class Trainer:
         """Optimizer steps taken."""
         self.lr_scale = 1.0
         """Factor on the schedule's learning rate; no part of the tensors."""
-        self.ema = None if config.ema_decay is None else Ema(self.named, config.ema_decay)
+        offload = config.offload
+        self._take_step: Callable[[], object] = self.optimizer.step
+        if offload.optimizer and not offload.parameters:
+            self._take_step = HostOptimizer(self.optimizer).step
+        self.ema = None if config.ema_decay is None else Ema(self.named, config.ema_decay, host=offload.reference)
 
     def step(self, tiles: Sequence[Callable[[], TileLoss]]) -> StepMetrics:
         """One optimizer step on the mean that the tiles' losses add up to.
@@ -101,7 +106,7 @@ class Trainer:
         lr = self.lr_at(self.num_steps) * self.lr_scale
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        self._take_step()
         self.num_steps += 1
         if self.ema is not None:
             self.ema.update(self.named)
@@ -149,9 +154,10 @@ class Trainer:
         losses: list[Tensor] = []
         sums: dict[str, list[Tensor]] = {}
         maxima: dict[str, list[Tensor]] = {}
+        every = self._config.reduce_every_tile or self._config.offload.parameters
         for index, tile in enumerate(tiles):
             for net in sharded:
-                net.set_requires_gradient_sync(index == len(tiles) - 1, recurse=False)
+                net.set_requires_gradient_sync(every or index == len(tiles) - 1, recurse=False)
             out = tile()
             (out.loss * scale).backward()
             losses.append(out.loss.detach())
@@ -186,20 +192,25 @@ class Trainer:
 class Ema:
     """Exponential moving average of the trained parameters in fp32, updated once an OPTIMIZER step."""
 
-    def __init__(self, named: Mapping[str, nn.Parameter], decay: float) -> None:
+    def __init__(self, named: Mapping[str, nn.Parameter], decay: float, *, host: bool = False) -> None:
+        """host: it lies in host memory, and a tensor comes to the device when it is used."""
         self.decay = decay
+        self._copied: Callable[[Tensor], Tensor] = to_host if host else (lambda p: p.detach().clone())
         # A bf16 average would never move: the step (1 - decay) is below its last bit.
-        self.shadow = {name: p.detach().to(torch.float32, copy=True) for name, p in named.items()}
+        self.shadow = {name: self._copied(p.detach().to(torch.float32)) for name, p in named.items()}
 
     @torch.no_grad()
     def update(self, named: Mapping[str, nn.Parameter]) -> None:
         for name, p in named.items():
-            self.shadow[name].mul_(self.decay).add_(p.detach(), alpha=1 - self.decay)
+            average = self.shadow[name].to(p.device)
+            average.mul_(self.decay).add_(p.detach(), alpha=1 - self.decay)
+            if average is not self.shadow[name]:
+                self.shadow[name].copy_(average)
 
     @contextmanager
     def applied(self, named: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """The averaged weights stand in the module inside this block, the live ones after it."""
-        live = {name: p.detach().clone() for name, p in named.items()}
+        live = {name: self._copied(p) for name, p in named.items()}
         _assign(named, self.shadow)
         try:
             yield

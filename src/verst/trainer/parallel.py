@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from verst.config.sections import ParallelConfig
 from verst.families.islands import is_island
@@ -47,13 +48,16 @@ def join_mesh(
     store: Store,
     device: torch.device,
     parallel: ParallelConfig | None = None,
+    offload: bool = False,
 ) -> Layout:
     """The process group (NCCL on CUDA, gloo on the CPU) and its meshes; by default FSDP2 over all ranks.
+
+    offload: shards and gradients lie on the CPU, so that their norms are added up there: gloo too.
 
     Ranks are numbered [replicate, shard, ring, ulysses], the last one fastest: what talks most are neighbours.
     """
     parallel = parallel or ParallelConfig()
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl" if offload else "nccl"
     hook = sys.excepthook
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     # torch puts "[rank0]:" before every line of a traceback, once for each group that a process ever joined.
@@ -92,12 +96,16 @@ def shard(
     compute_dtype: torch.dtype,
     fp32_modules: tuple[str, ...] = (),
     reduce_dtype: torch.dtype = torch.float32,
+    offload: bool = False,
 ) -> None:
     """FSDP2 in place: each block whose class is named in `blocks`, then the rest.
 
     Parameters stay as they are; forward and backward run in `compute_dtype`. What stays fp32
     whatever the dtype (`Family.fp32_modules`: norms, time embeddings) stays whole on each rank and as it is, as in an
-    engine: it is small, and needs no gathering then. Its gradients are `reduce_whole`'s.
+    engine: it is small, and needs no gathering then. Its gradients are `reduce_whole`'s. A model of which nothing is
+    trained is kept in what it computes in: the same values, half the bytes.
+
+    offload: shards lie in host memory, and so will their gradients.
     """
     # Families slice the model's output and never write into it, which is all that this warning asks for.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -105,13 +113,21 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False, output_dtype=None
     )
+    away = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+    wrap = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=away)
     for model in adaptable(module):
         half = compute_dtype != torch.float32
         kept = {p for name, p in model.named_parameters() if half and is_island(name, fp32_modules)}
+        frozen = not any(p.requires_grad for p in model.parameters())
+        for p in model.parameters():
+            if p in kept:
+                p.data = p.data.to(mesh.device_type)
+            elif frozen and p.is_floating_point():
+                p.data = p.data.to(compute_dtype)
         for child in list(model.modules()):
             if type(child).__name__ in blocks:
-                fully_shard(child, mesh=mesh, mp_policy=policy, ignored_params=kept)
+                wrap(child, ignored_params=kept)
         # Each expert is a root of its own: `velocity` calls it, never the ModuleDict around it.
         # By default a root keeps what it gathered until the backward, and the forward of a reference that swaps the
         # sharded weights would go through the gathered ones of the policy.
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=kept)
+        wrap(model, reshard_after_forward=True, ignored_params=kept)

@@ -77,7 +77,14 @@ class RlTrainer:
             ulysses=parallel.ulysses,
             ring=parallel.ring,
         )
-        self._layout = join_mesh(rank=rank, world_size=world_size, store=store, device=device, parallel=parallel)
+        self._layout = join_mesh(
+            rank=rank,
+            world_size=world_size,
+            store=store,
+            device=device,
+            parallel=parallel,
+            offload=recipe.trainer.offload.parameters,
+        )
         try:
             self._build(recipe, self._layout)
         except BaseException:
@@ -91,7 +98,10 @@ class RlTrainer:
         # What is trained has its own dtype; a base that only carries a LoRA stays in that of the forward.
         wide = recipe.trainer.precision.master == "float32"
         dtype = torch.float32 if wide and self._lora is None else self._dtype
-        loaded = self.family.load(recipe.model.path, parts=("transformer",), dtype=dtype, device=self._device)
+        offload = recipe.trainer.offload
+        # Where the GPU need not hold all of it, it never does: FSDP2 takes block after block there.
+        device = torch.device("cpu") if offload.parameters or offload.reference else self._device
+        loaded = self.family.load(recipe.model.path, parts=("transformer",), dtype=dtype, device=device)
         self.transformer = loaded.transformer
         # An engine's from_pretrained casts the buffers of the file, and leaves computed ones (rotary angles) in fp32.
         stored = self.transformer.state_dict().keys()
@@ -114,8 +124,9 @@ class RlTrainer:
         frozen = None
         if config.needs_reference and isinstance(config.reference, s.FrozenReference):
             frozen = copy.deepcopy(self.transformer).requires_grad_(False).eval()
-            self._distribute(frozen, layout)
-        self._distribute(self.transformer, layout, recompute_every=recipe.trainer.recompute_every)
+            self._distribute(frozen, layout, offload=offload.reference)
+        every = recipe.trainer.recompute_every
+        self._distribute(self.transformer, layout, recompute_every=every, offload=offload.parameters)
         total = recipe.run.iterations * recipe.trainer.steps_per_rollout
         self.core = Trainer({"transformer": self.transformer}, recipe.trainer, total_steps=total, layout=layout)
         reference = None
@@ -126,7 +137,7 @@ class RlTrainer:
             )
         self._algorithm = make_algorithm(config, sampling=recipe.sampling, seed=recipe.run.seed)
         declared = self._algorithm.old
-        old = Ema(self.core.named, 0.0) if isinstance(declared, Follows) else declared
+        old = Ema(self.core.named, 0.0, host=offload.reference) if isinstance(declared, Follows) else declared
         self.old = old if isinstance(old, Ema) else None
         """The policy that samples, where it is not the live one."""
         self._rollouts = torch.zeros((), dtype=torch.int64)
@@ -141,7 +152,9 @@ class RlTrainer:
             dtype=self._dtype,
         )
 
-    def _distribute(self, module: nn.Module, layout: Layout, *, recompute_every: int | None = None) -> None:
+    def _distribute(
+        self, module: nn.Module, layout: Layout, *, offload: bool, recompute_every: int | None = None
+    ) -> None:
         for model in adaptable(module):
             split = None
             if layout.sequence is not None:
@@ -156,6 +169,7 @@ class RlTrainer:
             compute_dtype=self._dtype,
             fp32_modules=self.family.fp32_modules,
             reduce_dtype=DTYPES[self._recipe.trainer.precision.reduce],
+            offload=offload,
         )
 
     def update(self, steps: Sequence[Sequence[PairBlock]]) -> UpdateMetrics:

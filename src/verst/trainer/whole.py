@@ -41,7 +41,8 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
         mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
         kinds.setdefault(mesh, []).append(gradient)
     norms = [full(torch.nn.utils.get_total_norm(part, foreach=False)) for part in kinds.values()]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    # Those of offloaded shards are on the CPU.
+    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])) if norms[1:] else norms[0]
 
 
 def full(value: Tensor) -> Tensor:

@@ -118,19 +118,18 @@ def gather(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Ten
     FSDP's shards (dim 0 over one mesh) travel flat, one collective for all of a dtype; other placements one by one.
     """
     out: list[Tensor | None] = [None] * len(tensors)
-    flat: dict[torch.dtype, list[int]] = {}
+    flat: dict[torch.dtype, dict[int, DTensor]] = {}
     for index, tensor in enumerate(tensors):
-        value: Any = tensor.detach()
+        value: Any = on_mesh(tensor.detach())
         if not isinstance(value, DTensor) or value.device_mesh.size() == 1:
             out[index] = value.to_local() if isinstance(value, DTensor) else value
         elif value.device_mesh.ndim == 1 and value.placements == (Shard(0),):
-            flat.setdefault(dtypes[index], []).append(index)
+            flat.setdefault(dtypes[index], {})[index] = value
         else:
             rounded: Any = value.to(dtypes[index])
             out[index] = rounded.full_tensor()
-    for dtype, indices in flat.items():
-        shards: list[Any] = [tensors[index].detach() for index in indices]
-        for index, whole in zip(indices, _gather_flat(shards, dtype), strict=True):
+    for dtype, shards in flat.items():
+        for index, whole in zip(shards, _gather_flat(list(shards.values()), dtype), strict=True):
             out[index] = whole
     return [tensor for tensor in out if tensor is not None]
 
@@ -159,5 +158,13 @@ def _rows_of(total: int, rank: int, ranks: int) -> int:
     return max(0, min(chunk, total - rank * chunk))
 
 
+def on_mesh(value: Tensor) -> Tensor:
+    """A shard that lies in host memory, on the device of its mesh; anything else as it is."""
+    if isinstance(value, DTensor) and value.device.type != value.device_mesh.device_type:
+        return value.to(value.device_mesh.device_type)
+    return value
+
+
 def _whole(value: Tensor) -> Tensor:
+    value = on_mesh(value)
     return value.full_tensor() if isinstance(value, DTensor) else value
