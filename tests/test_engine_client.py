@@ -83,6 +83,15 @@ def test_weights_sigmas_and_dtype_are_compared_where_given(echo: dict[str, Any])
     check_echo(asked, echo, sigmas=[s * (1 + 1e-12) for s in echo["sigmas"]])  # fp32 is what travels
 
 
+def test_an_engine_that_may_cut_prompts_must_say_how_many(worker: Worker) -> None:
+    asked = request(prompt="1 " * 40, long_prompts="truncate")
+    echo = made(worker, asked)[0].echo
+    check_echo(asked, echo)
+    assert echo["truncated_prompts"] == 1
+    with pytest.raises(EchoError, match="does not say how many prompts it cut"):
+        check_echo(asked, {key: value for key, value in echo.items() if key != "truncated_prompts"})
+
+
 def test_zero_is_not_false_and_not_the_default(worker: Worker) -> None:
     asked = request(guidance_scale=0, sigma_shift=None, rollout_noise_level=0, rollout_sde_step_indices=())
     echo = made(worker, asked)[0].echo

@@ -18,7 +18,7 @@ from verst.engine.wire import GenerateRequest
 from verst.errors import EchoError, EngineError, InvariantError, RewardError, SyncError
 from verst.flow.noise import derive_seed
 from verst.loops.batch import make_batch
-from verst.loops.rl import heldout_rewards, reward_metrics
+from verst.loops.rl import heldout_metrics, heldout_rewards, reward_metrics
 from verst.rollout.columns import Overrides
 from verst.rollout.engines import EnginePool
 from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, assemble, in_prompt_order
@@ -427,6 +427,20 @@ async def test_samples_of_other_weights_are_refused() -> None:
     other = {**echo, "weight_version": 2}
     with pytest.raises(EchoError, match="weight_version"):
         pool.check(task, Microgroup(samples=right.samples, conditioning=right.conditioning, echo=other), 3)
+
+
+def test_prompts_that_were_cut_are_counted_once_a_group_and_once_a_request(tmp_path: Path) -> None:
+    recipe = recipe_with(tmp_path, 'model.long_prompts="truncate"')
+    tasks = [task_of(group, first) for group in range(3) for first in (0, 2)]
+    scored = []
+    for item, cut in zip(scored_of(*tasks), (1, 1, 0, 0, 2, 2), strict=True):
+        microgroup = dataclasses.replace(item.microgroup, echo={"truncated_prompts": cut})
+        scores = Scores(by_reward={"jpeg_size": (1.0, 1.0)})
+        scored.append(ScoredMicrogroup(task=item.task, microgroup=microgroup, scores=scores))
+    groups = assemble(scored, group_size=4)
+    assert reward_metrics(recipe, groups, make_batch(recipe, groups))["rollout/truncated_prompts"] == 3
+    assert heldout_metrics(recipe, scored)["eval/truncated_prompts"] == 6
+    assert "eval/truncated_prompts" not in heldout_metrics(recipe_with(tmp_path), scored)
 
 
 def test_watched_reward_that_is_nan_leaves_the_total_alone(tmp_path: Path) -> None:

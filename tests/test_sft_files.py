@@ -292,6 +292,12 @@ def test_small_data_is_drawn_once_and_alike(tmp_path: Path) -> None:
     assert all(pair.media[0].digest() != pair.media[1].digest() for pair in pairs)
 
 
+def test_long_captions_are_counted_where_they_are_cut(pictures: Path, tmp_path: Path) -> None:
+    _, rows = run(tables("sd3", pictures, tmp_path, run={"iterations": 1}, model={"max_sequence_length": 2}))
+    assert rows[0]["data/truncated_captions"] == 6
+    assert rows[0]["eval/truncated_prompts"] == 0
+
+
 def test_long_captions_are_refused(pictures: Path, tmp_path: Path) -> None:
     with pytest.raises(PromptError, match=r"6 prompts do not fit.*'picture 0'"):
         run(tables("sd3", pictures, tmp_path, model={"max_sequence_length": 2, "long_prompts": "refuse"}))

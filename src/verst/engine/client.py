@@ -146,6 +146,8 @@ def check_echo(
         expected["model_dtype"] = model_dtype
     for name, value in expected.items():
         _compare(name, value, echo)
+    if "truncated_prompts" not in echo:
+        raise EchoError("truncated_prompts: the engine does not say how many prompts it cut")
     if sigmas is not None:
         _compare("sigmas", [_fp32(sigma) for sigma in sigmas], echo)
 

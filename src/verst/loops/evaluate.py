@@ -14,10 +14,7 @@ from verst.engine.resolve import resolve
 from verst.engine.wire import encode_response, to_microgroup
 from verst.engine.worker import Worker
 from verst.loops.prompt_checks import check_prompts
-from verst.loops.report import HELDOUT
-from verst.loops.rl import heldout_rewards, wants_cuda
-from verst.loops.watch import gold_metrics
-from verst.obs.metrics import mean_of_finite
+from verst.loops.rl import heldout_metrics, wants_cuda
 from verst.rewards.local import local_pools
 from verst.rollout.pipeline import Pipeline
 from verst.rollout.plan import MicrogroupTask, plan_evaluation
@@ -57,7 +54,4 @@ async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool
 
     pipeline = Pipeline(generate=generate, parse=parse, check=check, score=score)
     scored, _ = await pipeline.run(plan_evaluation(recipe, heldout), weight_version=worker.weight_version)
-    values = heldout_rewards(recipe, scored)
-    named = {f"{HELDOUT}/{name}": mean_of_finite(v) for name, v in values.items() if name != "total"}
-    gold = gold_metrics(gold_names(recipe), [item.scores for item in scored])
-    return {HELDOUT: mean_of_finite(values["total"]), **named, **gold}
+    return heldout_metrics(recipe, scored)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from verst.rollout.prompts import Prompt, PromptSource, read_prompts
 from verst.rollout.sampler import Rollout, Sampler
 from verst.trainer import checkpoint
 from verst.trainer.rl import UpdateMetrics
-from verst.types import Group
+from verst.types import Group, Microgroup
 
 
 async def train_rl(recipe: RlRecipe, folder: RunFolder, *, quiet: bool = False, until: int | None = None) -> None:
@@ -209,12 +209,9 @@ class Run:
         scored, seconds = await self._evaluation.run(tasks, weight_version=iteration)
         if recipe.eval.weights == "ema":
             await self._sync(iteration)
-        rewards = heldout_rewards(recipe, scored)
         if recipe.decodes_heldout:
-            self._show(iteration, scored, rewards["total"])
-        metrics = {f"{HELDOUT}/{name}": mean_of_finite(values) for name, values in rewards.items() if name != "total"}
-        metrics |= gold_metrics(gold_names(recipe), [item.scores for item in scored])
-        return {HELDOUT: mean_of_finite(rewards["total"]), **metrics, "perf/eval_s": seconds.total}
+            self._show(iteration, scored, heldout_rewards(recipe, scored)["total"])
+        return heldout_metrics(recipe, scored) | {"perf/eval_s": seconds.total}
 
     def _show(self, iteration: int, scored: Sequence[ScoredMicrogroup], totals: Sequence[float]) -> None:
         """The pictures of an evaluation; totals: one a prompt."""
@@ -275,7 +272,18 @@ def reward_metrics(recipe: RlRecipe, groups: Sequence[Group], batch: Batch) -> d
         "rollout/groups": float(len(groups)),
         "rollout/samples": float(len(total)),
         "rollout/zero_variance_groups": float(sum(has_zero_variance(g.rewards(), weights) for g in groups)),
+        **truncation("rollout", recipe, (max(map(num_truncated, group.microgroups)) for group in groups)),
     }
+
+
+def num_truncated(microgroup: Microgroup) -> int:
+    """Distinct prompts of one request, its negative one included, that an encoder cut."""
+    return int(microgroup.echo["truncated_prompts"])
+
+
+def truncation(kind: str, recipe: RlRecipe, counts: Iterable[int]) -> dict[str, float]:
+    """Cut prompts, where the recipe allows it: else there are none."""
+    return {f"{kind}/truncated_prompts": float(sum(counts))} if recipe.model.long_prompts == "truncate" else {}
 
 
 def update_metrics(update: UpdateMetrics | None, batch: Batch, recipe: RlRecipe) -> dict[str, float]:
@@ -302,6 +310,15 @@ def perf_metrics(rollout: Rollout, group_size: int, train_s: float, sync_s: floa
         "perf/sync_s": sync_s,
         "perf/samples_per_s": num_samples / seconds.total,
     }
+
+
+def heldout_metrics(recipe: RlRecipe, scored: list[ScoredMicrogroup]) -> dict[str, float]:
+    """Of one evaluation: means over prompts of the trained and gold rewards."""
+    values = heldout_rewards(recipe, scored)
+    named = {f"{HELDOUT}/{name}": mean_of_finite(v) for name, v in values.items() if name != "total"}
+    gold = gold_metrics(gold_names(recipe), [item.scores for item in scored])
+    cut = truncation("eval", recipe, (num_truncated(item.microgroup) for item in scored))
+    return {HELDOUT: mean_of_finite(values["total"]), **named, **gold, **cut}
 
 
 def heldout_rewards(recipe: RlRecipe, scored: list[ScoredMicrogroup]) -> dict[str, list[float]]:

@@ -51,7 +51,12 @@ class SftRun:
         self._heldout = HeldOut(prompts, recipe) if recipe.rewards else None
         self.components = load_model(recipe, self._device)
         self.source = open_source(recipe, self.components, folder.path, captions)
-        check_prompts(recipe, self.components, [*(captions or self.source.captions), *(p.text for p in prompts)])
+        self._cut = check_prompts(
+            recipe,
+            self.components,
+            captions=captions or self.source.captions,
+            prompts=[prompt.text for prompt in prompts],
+        )
         refuse_shared(recipe, self.source.captions)
         trained = trained_modules(self.components, recipe)
         self.trainer = Trainer(trained, recipe.trainer, total_steps=recipe.run.iterations)
@@ -88,7 +93,7 @@ class SftRun:
         if self._recipe.autoencoder.steps:
             self._train_autoencoder()
         with self._evaluated_weights():
-            self._report.iteration(0, self.source.facts() | self._evaluate(self.components, 0))
+            self._report.iteration(0, self.source.facts() | self._cut | self._evaluate(self.components, 0))
         self._last_step_s = time.perf_counter()
         return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,14 +137,23 @@ def refuse_shared(recipe: SftRecipe, captions: Sequence[str]) -> None:
         )
 
 
-def check_prompts(recipe: SftRecipe, components: Components, prompts: Sequence[str]) -> None:
-    """Raises PromptError for prompts and captions longer than the encoders take."""
-    length = recipe.model.max_sequence_length
-    if recipe.model.long_prompts == "truncate" or not prompts:
-        return
-    problems = components.family.check_prompts(components, prompts, max_sequence_length=length)
+def check_prompts(
+    recipe: SftRecipe, components: Components, *, captions: Sequence[str], prompts: Sequence[str]
+) -> dict[str, float]:
+    """How many distinct captions and held-out prompts the encoders cut, as metrics, where the recipe allows it.
+
+    Raises PromptError for any that is too long where it does not.
+    """
+    check = functools.partial(
+        components.family.check_prompts, components, max_sequence_length=recipe.model.max_sequence_length
+    )
+    if recipe.model.long_prompts == "truncate":
+        kinds = {"data/truncated_captions": captions, "eval/truncated_prompts": prompts}
+        return {name: float(sum(bool(check([text])) for text in set(texts))) for name, texts in kinds.items()}
+    problems = check([*captions, *prompts])
     if problems:
         raise PromptError(
             f"{len(problems)} prompts do not fit the text encoders: {'; '.join(problems[:3])}. Shorten them, raise "
             "model.max_sequence_length, or set model.long_prompts = truncate"
         )
+    return {}
