@@ -21,6 +21,7 @@ from verst.engine.app import create_app
 from verst.engine.batching import Batcher
 from verst.engine.worker import Worker
 from verst.errors import ConfigError, EngineError
+from verst.flow.determinism import make_deterministic
 
 _log = logging.getLogger(__name__)
 
@@ -185,8 +186,7 @@ class EngineServer:
         if self._threads > 0:
             torch.set_num_threads(self._threads)
         if self._deterministic:
-            torch.backends.cudnn.benchmark = False
-            torch.backends.cudnn.deterministic = True
+            make_deterministic(self._device)
         return Worker(
             self._folder,
             dtype=self._dtype,

@@ -13,6 +13,7 @@ from verst.engine.client import check_echo
 from verst.engine.resolve import resolve
 from verst.engine.wire import encode_response, to_microgroup
 from verst.engine.worker import Worker
+from verst.flow.determinism import make_deterministic
 from verst.loops.prompt_checks import check_prompts
 from verst.loops.rl import heldout_metrics, wants_cuda
 from verst.rewards.local import local_pools
@@ -30,6 +31,8 @@ async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
     device = "cuda" if wants_cuda(recipe) else "cpu"
+    if recipe.run.deterministic:
+        make_deterministic(torch.device(device))
     model = recipe.model
     worker = Worker(model.path, dtype=DTYPES[model.dtype], fp32_modules=model.fp32_modules, device=device)
     if checkpoint is not None:

@@ -25,6 +25,7 @@ from verst.engine.wire import encode_response, to_microgroup
 from verst.engine.worker import Worker
 from verst.errors import ConfigError
 from verst.flow.controller import make_transition
+from verst.flow.determinism import make_deterministic
 from verst.loops.matrix import one_rank, sync_in_process
 from verst.loops.rl import wants_cuda
 from verst.loops.run_folder import stored_rl_recipe
@@ -113,6 +114,8 @@ def explain_ratio(
     device = torch.device("cuda" if wants_cuda(recipe) else "cpu")
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
+    if recipe.run.deterministic:
+        make_deterministic(device)
     model = recipe.model
     worker = Worker(model.path, dtype=DTYPES[model.dtype], fp32_modules=model.fp32_modules, device=device)
     with one_rank(recipe, device=device) as trainer:

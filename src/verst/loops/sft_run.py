@@ -18,6 +18,7 @@ from verst.config.supervised import SftRecipe
 from verst.data.prefetch import Prefetcher
 from verst.errors import ConfigError, InvariantError
 from verst.families import ALL_PARTS, Components, recognise
+from verst.flow.determinism import make_deterministic
 from verst.loops.autoencoder import train_autoencoder
 from verst.loops.pipeline_folder import save_pipeline
 from verst.loops.report import HELDOUT, Report
@@ -44,6 +45,8 @@ class SftRun:
         self._folder = folder
         self._device = pick_device(recipe)
         torch.set_num_threads(recipe.run.threads or len(os.sched_getaffinity(0)))
+        if recipe.run.deterministic:
+            make_deterministic(self._device)
         torch.manual_seed(recipe.run.seed)
         captions = read_captions(recipe)
         refuse_shared(recipe, captions)

@@ -24,6 +24,7 @@ from verst.families.islands import is_island
 from verst.families.loading import read_config
 from verst.families.sequence import SplitsSequence, check_degrees, split_sequence
 from verst.flow.controller import make_transition
+from verst.flow.determinism import make_deterministic
 from verst.flow.noise import derive_seed
 from verst.trainer import checkpoint
 from verst.trainer.core import Ema, StepMetrics, TileLoss, Trainer
@@ -61,6 +62,8 @@ class RlTrainer:
         self._dtype = DTYPES[recipe.model.dtype]
         if recipe.run.threads:
             torch.set_num_threads(recipe.run.threads)
+        if recipe.run.deterministic:
+            make_deterministic(device)
         self.family = recognise(recipe.model.path, fp32_modules=recipe.model.fp32_modules)
         absent = sorted(set(recipe.algorithm.stream_weights) - set(self.family.streams))
         if absent:
