@@ -129,7 +129,13 @@ def train(
     if mesh.sequence is not None:
         for model in adaptable(module):
             split_sequence(model, case.family.sequence_plan, mesh.sequence)  # type: ignore[attr-defined]
-    shard(module, blocks=case.family.fsdp_blocks, mesh=mesh.fsdp, compute_dtype=torch.bfloat16)
+    shard(
+        module,
+        blocks=case.family.fsdp_blocks,
+        mesh=mesh.fsdp,
+        compute_dtype=torch.bfloat16,
+        fp32_modules=case.family.fp32_modules,
+    )
     recipe = real_size._recipe(case)
     core = Trainer({"transformer": module}, recipe.trainer, total_steps=NUM_STEPS, layout=mesh)
     policies = policies_of(case, module, core, recipe)
