@@ -35,6 +35,7 @@ from verst.rollout.prompts import PromptSource
 from verst.trainer import checkpoint
 from verst.trainer.parallel import open_store
 from verst.trainer.rl import DTYPES, RlTrainer, UpdateMetrics
+from verst.trainer.whole import full
 from verst.types import Group, SampleKey, Scores
 
 LORA = 'model.finetune={type="lora", rank=2, alpha=4.0}'
@@ -91,7 +92,7 @@ def one_rank(recipe: RlRecipe) -> Iterator[RlTrainer]:
 
 def gradients(trainer: RlTrainer) -> dict[str, Tensor]:
     """Of the last step, unsharded, before clipping if the recipe's limit is large."""
-    return {name: p.grad.full_tensor().clone() for name, p in trainer.core.named.items() if p.grad is not None}  # type: ignore[attr-defined]
+    return {name: full(p.grad).clone() for name, p in trainer.core.named.items() if p.grad is not None}
 
 
 def largest_difference(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:

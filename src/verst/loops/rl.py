@@ -290,9 +290,11 @@ def update_metrics(update: UpdateMetrics | None, batch: Batch, recipe: RlRecipe)
     skipped = {"train/skipped_steps": float(recipe.trainer.steps_per_rollout - batch.num_steps)}
     if update is None:
         return skipped
+    norm = {} if update.grad_norm is None else {"train/grad_norm": update.grad_norm}
     return skipped | {
         "train/loss": update.loss,
-        "train/grad_norm": update.grad_norm,
+        **norm,
+        **{f"train/{name}": value for name, value in update.scaling.items()},
         "train/lr": update.lr,
         "train/pairs": float(batch.num_pairs),
         **{f"policy/{name}": value for name, value in update.policy.items()},

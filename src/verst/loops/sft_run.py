@@ -31,6 +31,7 @@ from verst.loops.sft_source import check_prompts, open_source, read_captions, re
 from verst.obs.metrics import MetricsLog
 from verst.trainer import checkpoint
 from verst.trainer.core import StepMetrics, Trainer
+from verst.trainer.scaler import make_scaler
 
 
 class SftRun:
@@ -62,7 +63,8 @@ class SftRun:
         )
         refuse_shared(recipe, self.source.captions)
         trained = trained_modules(self.components, recipe)
-        self.trainer = Trainer(trained, recipe.trainer, total_steps=recipe.run.iterations)
+        scaler = make_scaler(recipe.trainer.precision, forward=recipe.model.dtype)
+        self.trainer = Trainer(trained, recipe.trainer, total_steps=recipe.run.iterations, scaler=scaler)
         self.loss = LOSSES[type(recipe.algorithm)](recipe, self.components, self.trainer)
         # After the frozen copy is made, which has no backward.
         recompute_transformer(self.components, recipe)
@@ -208,7 +210,10 @@ class SftRun:
 
 def step_metrics(step: StepMetrics) -> dict[str, float]:
     """Names of docs/metrics.md; the loss by quarter of the noise level where the quarter had a sample."""
-    metrics = {"train/loss": step.loss, "train/grad_norm": step.grad_norm, "train/lr": step.lr}
+    metrics = {"train/loss": step.loss, "train/lr": step.lr}
+    if step.grad_norm is not None:
+        metrics["train/grad_norm"] = step.grad_norm
+    metrics |= {f"train/{name}": value for name, value in step.scaling.items()}
     for key, value in step.sums.items():
         kind, _, name = key.partition("/")
         if kind == "num" and value > 0:

@@ -19,6 +19,7 @@ from verst.config.sections import TrainerConfig
 from verst.errors import InvariantError
 from verst.trainer.host import HostOptimizer, to_host
 from verst.trainer.parallel import Layout
+from verst.trainer.scaler import LossScaler
 from verst.trainer.whole import full, reduce_whole, total_norm, whole_parameters
 
 
@@ -35,12 +36,21 @@ class TileLoss:
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     loss: float
-    grad_norm: float
-    """Before clipping."""
+    grad_norm: float | None
+    """Before clipping; None where a float16 gradient overflowed, so that the step was skipped."""
     lr: float
     """Used for this step."""
     sums: dict[str, float]
     maxima: dict[str, float]
+    loss_scale: float | None = None
+    """What the loss was multiplied by; None where it is not."""
+
+    @property
+    def scaling(self) -> dict[str, float]:
+        """Metrics of a float16 forward, without the prefix `train/`; empty for others."""
+        if self.loss_scale is None:
+            return {}
+        return {"loss_scale": self.loss_scale, "overflow_steps": float(self.grad_norm is None)}
 
 
 class Trainer:
@@ -56,10 +66,13 @@ class Trainer:
         *,
         total_steps: int,
         layout: Layout | None = None,
+        scaler: LossScaler | None = None,
     ) -> None:
+        """scaler: of a float16 forward."""
         self.modules = dict(modules)
         self._layout = layout
         self._config = config
+        self._scaler = scaler
         self._total_steps = total_steps
         self.named = {
             f"{module}.{name}": p
@@ -78,7 +91,7 @@ class Trainer:
         )
         self._fill_optimizer_state()
         self.num_steps = 0
-        """Optimizer steps taken."""
+        """Optimizer steps taken or, where float16 gradients overflowed, skipped."""
         self.lr_scale = 1.0
         """Factor on the schedule's learning rate; no part of the tensors."""
         offload = config.offload
@@ -91,26 +104,43 @@ class Trainer:
         """One optimizer step on the mean that the tiles' losses add up to.
 
         Every rank brings the same number of tiles. Raises InvariantError, before anything is updated, when loss or
-        gradient is not finite.
+        gradient is not finite; with a scaler such a gradient skips the step as long as a smaller factor may help.
         """
         self.optimizer.zero_grad(set_to_none=True)
         loss, sums, maxima = self._backward(tiles)
         trained = [p for p in self.named.values() if p.grad is not None]
-        norm = total_norm([p.grad for p in trained if p.grad is not None])
+        gradients = [p.grad for p in trained if p.grad is not None]
+        norm = total_norm(gradients)
+        loss_scale, may_help = None, False
+        if self._scaler is not None:
+            loss_scale, may_help = self._scaler.factor, not self._scaler.exhausted
+            norm = self._scaler.unscale(gradients, norm)
         grad_norm = float(norm)
+        finite = math.isfinite(grad_norm)
         # Before clipping, which would make every gradient NaN and so hide where it began.
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+        if not math.isfinite(loss) or not (finite or may_help):
             raise InvariantError(self._describe_non_finite(loss, grad_norm))
+        lr = self.lr_at(self.num_steps) * self.lr_scale
+        self.num_steps += 1
+        if self._scaler is None or self._scaler.update(grad_norm):
+            self._take(trained, norm, lr)
+        return StepMetrics(
+            loss=loss,
+            grad_norm=grad_norm if finite else None,
+            lr=lr,
+            sums=sums,
+            maxima=maxima,
+            loss_scale=loss_scale,
+        )
+
+    def _take(self, trained: Sequence[nn.Parameter], norm: Tensor, lr: float) -> None:
         if self._config.grad_clip is not None:
             torch.nn.utils.clip_grads_with_norm_(trained, self._config.grad_clip, norm, foreach=False)
-        lr = self.lr_at(self.num_steps) * self.lr_scale
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._take_step()
-        self.num_steps += 1
         if self.ema is not None:
             self.ema.update(self.named)
-        return StepMetrics(loss=loss, grad_norm=grad_norm, lr=lr, sums=sums, maxima=maxima)
 
     def lr_at(self, step: int) -> float:
         """The learning rate of optimizer step `step` (0-based): linear warm-up, then the schedule down to 0."""
@@ -132,6 +162,8 @@ class Trainer:
                 state[f"optimizer.{name}.{key}"] = self.optimizer.state[p][key]
         if self.ema is not None:
             state |= {f"ema.{name}": value for name, value in self.ema.shadow.items()}
+        if self._scaler is not None:
+            state |= self._scaler.tensors()
         return state
 
     def _fill_optimizer_state(self) -> None:
@@ -150,7 +182,9 @@ class Trainer:
         sharded = [m for net in whole for m in net.modules() if isinstance(m, FSDPModule)]
         # FSDP2 averages gradients over all ranks, while the tiles' losses add up to the mean over the data ranks. Ranks
         # of one sequence have the same loss, and the mean over them is its gradient (flow/exchange.py).
-        scale = 1 if self._layout is None else self._layout.data_ranks
+        scale: float = 1 if self._layout is None else self._layout.data_ranks
+        if self._scaler is not None:
+            scale *= self._scaler.factor
         losses: list[Tensor] = []
         sums: dict[str, list[Tensor]] = {}
         maxima: dict[str, list[Tensor]] = {}

@@ -32,6 +32,7 @@ from verst.trainer.parallel import Layout, join_mesh, leave_mesh, shard
 from verst.trainer.policies import ReferencePolicy, TrainerPolicies
 from verst.trainer.publishing import FORMS, SENDERS, Rank
 from verst.trainer.recompute import recompute_blocks
+from verst.trainer.scaler import make_scaler
 from verst.weights.adapter_files import load_adapters
 from verst.weights.lora import LoraSpec, adaptable, attach_lora
 from verst.weights.manifest import Manifest
@@ -46,11 +47,13 @@ class UpdateMetrics:
 
     num_steps: int
     loss: float
-    grad_norm: float
-    """Largest of the steps."""
+    grad_norm: float | None
+    """Largest of the steps that were taken; None where float16 gradients overflowed in all."""
     lr: float
     policy: Mapping[str, float]
     """What the algorithm says of it; metric names without the prefix `policy/`."""
+    scaling: Mapping[str, float]
+    """Of a float16 forward: the smallest loss scale and the number of skipped steps; see `StepMetrics.scaling`."""
 
 
 class RlTrainer:
@@ -131,7 +134,9 @@ class RlTrainer:
         every = recipe.trainer.recompute_every
         self._distribute(self.transformer, layout, recompute_every=every, offload=offload.parameters)
         total = recipe.run.iterations * recipe.trainer.steps_per_rollout
-        self.core = Trainer({"transformer": self.transformer}, recipe.trainer, total_steps=total, layout=layout)
+        scaler = make_scaler(recipe.trainer.precision, forward=recipe.model.dtype)
+        modules = {"transformer": self.transformer}
+        self.core = Trainer(modules, recipe.trainer, total_steps=total, layout=layout, scaler=scaler)
         reference = None
         if config.needs_reference:
             assert config.reference is not None
@@ -190,9 +195,10 @@ class RlTrainer:
         return UpdateMetrics(
             num_steps=len(results),
             loss=sum(m.loss for m, _ in results) / len(results),
-            grad_norm=max(m.grad_norm for m, _ in results),
+            grad_norm=max((m.grad_norm for m, _ in results if m.grad_norm is not None), default=None),
             lr=results[-1][0].lr,
             policy=policy_metrics(results),
+            scaling=_scaling([m.scaling for m, _ in results]),
         )
 
     def _tiles(self, blocks: Sequence[PairBlock]) -> tuple[list[Tile], int]:
@@ -307,6 +313,15 @@ def tile_loss(algorithm: Algorithm, policies: TrainerPolicies, tile: Tile, *, nu
         sums={name: (value * tile.weight).sum() for name, value in out.means.items()},
         maxima={name: (value * tile.weight).max() for name, value in out.maxima.items()},
     )
+
+
+def _scaling(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    if not steps[0]:
+        return {}
+    return {
+        "loss_scale": min(step["loss_scale"] for step in steps),
+        "overflow_steps": sum(step["overflow_steps"] for step in steps),
+    }
 
 
 def policy_metrics(steps: Sequence[tuple[StepMetrics, int]]) -> dict[str, float]:
