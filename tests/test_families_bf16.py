@@ -1,4 +1,5 @@
-"""A LoRA over a base in bf16, where models keep norms and time embeddings in fp32: engine and trainer still agree."""
+"""A LoRA over a base in bf16, where models keep norms and time embeddings in fp32: engine and trainer still agree,
+and so does an engine that borrows the base."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from verst.loops.forward import keep_islands_in_fp32, velocity
 from verst.loops.matrix import one_rank, sample_groups, sync_in_process, tiny_recipe, velocity_probe
 from verst.trainer import checkpoint
 from verst.types import Conditioning
+from verst.weights.loan import Borrower, Lender
 
 NAMES = (
     "sd3",
@@ -86,6 +88,12 @@ def test_engine_and_trainer_agree_in_bf16(name: str) -> None:
         assert all(torch.equal(ours[stream], theirs[stream]) for stream in ours)
         policy = trainer.update(make_batch(recipe, groups).shares[0]).policy
     assert policy["ratio_max_deviation"] == 0.0
+    lender = Lender(worker.components.transformer, device=torch.device("cpu"))
+    meta = torch.device("meta")
+    empty = worker.family.load(recipe.model.path, parts=("transformer",), dtype=torch.bfloat16, device=meta).transformer
+    Borrower(lender.loan, device=torch.device("cpu")).place(empty)
+    borrowed = probe(empty)
+    assert all(torch.equal(ours[stream], borrowed[stream]) for stream in ours)
 
 
 @pytest.mark.parametrize("name", ["sd3", "wan2.1", "krea2", "cosmos3", "minimax-h3"])

@@ -369,6 +369,12 @@ def test_transport_follows_from_where_the_processes_are(trainers: list[str], eng
     assert why
 
 
+def test_colocated_engines_take_weights_from_the_rank_beside_them() -> None:
+    gpus, cpus = [place("a", "0"), place("b", "0")], [place("a", "cpu"), place("b", "cpu")]
+    assert choose(gpus, gpus, colocated=True)[0] == "cuda_ipc"
+    assert choose(cpus, cpus, colocated=True)[0] == "shm"
+
+
 def test_no_transport_is_an_error_with_a_remedy() -> None:
     with pytest.raises(ConfigError, match=r"some of which share a GPU .*sync\.type = disk with a sync\.folder"):
         choose([place("a", "0"), place("b", "1")], [place("a", "0"), place("b", "1")])

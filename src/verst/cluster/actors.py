@@ -35,33 +35,32 @@ class EngineActor(Process):
     """A native engine and its HTTP server."""
 
     def __init__(self, recipe: RlRecipe, *, index: int, device: str) -> None:
-        engine = recipe.engine
+        self._recipe, self._index = recipe, index
         self._device = torch.device(device)
+
+    def place(self) -> Place:
+        return here(self._device)
+
+    def start(self, timeout_s: float, loan: Any) -> str:
+        """The URL, once the model is loaded. loan: of the trainer rank beside it."""
+        recipe, engine = self._recipe, self._recipe.engine
         self._server = EngineServer(
             recipe.model.path,
             dtype=DTYPES[recipe.model.dtype],
             fp32_modules=recipe.model.fp32_modules,
             device=self._device,
             host=engine.host,
-            port=engine.port + index if engine.port else 0,
+            port=engine.port + self._index if engine.port else 0,
             deterministic=recipe.run.deterministic,
             max_batch=engine.max_batch,
             queue_size=engine.queue_size,
             threads=recipe.run.threads,
             request_timeout_s=engine.request_timeout_s,
+            loan=loan,
         )
-
-    def place(self) -> Place:
-        return here(self._device)
-
-    def start(self, timeout_s: float) -> str:
-        """The URL, once the model is loaded."""
         self._server.start()
         self._server.wait_ready(timeout_s)
         return self._server.url
-
-    def stop(self) -> None:
-        self._server.stop()
 
 
 class ParserActor(Process):
@@ -132,6 +131,9 @@ class TrainerActor(Process):
 
     def publish(self, version: int, ema: bool, receivers: int) -> Any:
         return self.trainer.publish(version, ema=ema, receivers=receivers)
+
+    def lend(self) -> Any:
+        return self.trainer.lend()
 
     def send(self) -> str | None:
         return self.trainer.send()

@@ -17,13 +17,14 @@ from verst.algorithms.pairs import PairBlock
 from verst.cluster.actors import EngineActor, ParserActor, RewardActor, TrainerActor
 from verst.cluster.calls import ActorPool, all_of, result_of
 from verst.cluster.placement import Placement
+from verst.config.placement import ColocatedPlacement
 from verst.config.plan import process_plan
 from verst.config.recipe import RlRecipe
 from verst.config.rewards import reward_name
 from verst.config.sections import AutoSync, ChosenSync
 from verst.config.sync import chosen
 from verst.engine.client import EngineClient
-from verst.errors import ConfigError
+from verst.errors import ConfigError, SyncError
 from verst.rewards.base import RewardBatch, Score
 from verst.rewards.calls import Call
 from verst.rewards.pool import RewardPool
@@ -48,6 +49,7 @@ class Cluster:
         self._device = "cuda" if cuda else "cpu"
         self._actors: list[Any] = []
         self._placement = Placement(recipe, cuda=cuda)
+        self._colocated = isinstance(recipe.cluster.placement, ColocatedPlacement)
         self.sync_choice = ""
         """Which transport carries the weights, and why."""
 
@@ -130,8 +132,7 @@ class Cluster:
         self.trainer = TrainerGroup(ranks)
         sync = await self._choose_sync()
         urls, *_ = await asyncio.gather(
-            all_of([e.start.remote(_START_TIMEOUT_S) for e in self._engines], roles=["engine"] * len(self._engines)),
-            self.trainer.build(sync),
+            self._load_models(sync),
             all_of([parser.pid.remote() for parser in parsers], roles=["parser"] * len(parsers)),
             *(
                 all_of([actor.load.remote() for actor in pool.actors], roles=[f"reward {name}"] * len(pool.actors))
@@ -142,34 +143,51 @@ class Cluster:
         self._make_scorers()
         self.engines = EnginePool(clients, per_engine=recipe.engine.queue_size)
 
+    async def _load_models(self, sync: ChosenSync) -> list[str]:
+        """The engines' URLs, once trainer and engines have their weights."""
+
+        async def engines(loans: Sequence[Any]) -> list[str]:
+            refs = [e.start.remote(_START_TIMEOUT_S, loan) for e, loan in zip(self._engines, loans, strict=True)]
+            return await all_of(refs, roles=["engine"] * len(refs))
+
+        placement = self._recipe.cluster.placement
+        if isinstance(placement, ColocatedPlacement) and placement.share_base:
+            await self.trainer.build(sync)
+            return await engines(await self.trainer.lend())
+        urls, _ = await asyncio.gather(engines([None] * len(self._engines)), self.trainer.build(sync))
+        return urls
+
     async def _choose_sync(self) -> ChosenSync:
-        config = self._recipe.sync
-        if not isinstance(config, AutoSync):
-            self.sync_choice = f"weight sync by {config.type} (sync.type)"
-            return config
-        ranks, engines = self.trainer.ranks, self._engines
+        config, ranks, engines = self._recipe.sync, self.trainer.ranks, self._engines
         places: list[Place] = await all_of(
             [actor.place.remote() for actor in (*ranks, *engines)],
             roles=["trainer"] * len(ranks) + ["engine"] * len(engines),
         )
-        name, why = choose(places[: len(ranks)], places[len(ranks) :])
+        trainer_places, engine_places = places[: len(ranks)], places[len(ranks) :]
+        self._placement.verify(trainer_places, engine_places)
+        if not isinstance(config, AutoSync):
+            self.sync_choice = f"weight sync by {config.type} (sync.type)"
+            return config
+        name, why = choose(trainer_places, engine_places, colocated=self._colocated)
         self.sync_choice = f"weight sync by {name}: {why}"
         return chosen(config, name)
 
     async def sync(self, version: int, *, ema: bool = False) -> Mapping[str, Any]:
         """The trainer's weights into every engine, each with a certificate; the manifest. Raises SyncError."""
-        manifest = await self.trainer.publish(version, ema=ema, receivers=len(self._engines))
-        if manifest["digest"]:
+        manifests = await self.trainer.publish(version, ema=ema, receivers=len(self._engines))
+        if len({manifest["digest"] for manifest in manifests}) > 1:
+            raise SyncError(f"trainer ranks hold different weights of version {version}")
+        if manifests[0]["digest"]:
             try:
-                await self.engines.sync(manifest)
+                await self.engines.sync(*manifests)
             finally:
                 await self.trainer.unpublish()
-            return manifest
+            return manifests[0]
         # Here the ranks work beside the engines: after a failure they may wait for the missing one yet, and nobody
         # should wait for them to say what it was.
-        await self.engines.sync(manifest, digest=self.trainer.send())
+        await self.engines.sync(*manifests, digest=self.trainer.send())
         await self.trainer.unpublish()
-        return manifest
+        return manifests[0]
 
     def _make_scorers(self) -> None:
         recipe, gold, configs = self._recipe, self._recipe.watch.gold, self._recipe.judges
@@ -231,16 +249,21 @@ class TrainerGroup:
         host, port = await result_of(self.ranks[0].open.remote(), role=self._roles[0])
         await self._all("build", host, port, sync)
 
+    async def lend(self) -> list[Any]:
+        """Each rank's frozen weights, for the engine beside it."""
+        return await self._all("lend")
+
     async def update(self, shares: Sequence[list[list[PairBlock]]]) -> UpdateMetrics:
         """One share a rank: for each optimizer step its pair blocks."""
         refs = [rank.update.remote(share) for rank, share in zip(self.ranks, shares, strict=True)]
         metrics: list[UpdateMetrics] = await all_of(refs, roles=self._roles)
         return metrics[0]
 
-    async def publish(self, version: int, *, ema: bool = False, receivers: int) -> Mapping[str, Any]:
-        """The manifest of the weights that engines may take until `unpublish`."""
-        manifest: Mapping[str, Any] = (await self._all("publish", version, ema, receivers))[0]
-        return manifest
+    async def publish(self, version: int, *, ema: bool = False, receivers: int) -> list[Mapping[str, Any]]:
+        """The manifest of the weights that engines may take until `unpublish`: one for all, or one for each engine
+        of the rank beside it."""
+        manifests = await self._all("publish", version, ema, receivers)
+        return [manifest for manifest in manifests if manifest is not None]
 
     async def send(self) -> str:
         """Beside the engines' work; the digest of what was sent."""

@@ -15,7 +15,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verst.config.placement import ColocatedPlacement, FreePlacement, SeparatePlacement, Strategy
 from verst.config.plan import process_plan
 from verst.config.recipe import RlRecipe
-from verst.errors import ConfigError
+from verst.errors import ConfigError, InvariantError
+from verst.trainer.topology import Place
 
 _MARK = 0.001
 """Of a custom resource that only marks nodes; Ray counts in ten-thousandths."""
@@ -107,6 +108,16 @@ class Placement:
                 )
                 return {"scheduling_strategy": strategy}
         return {}
+
+    def verify(self, trainers: Sequence[Place], engines: Sequence[Place]) -> None:
+        """Raises InvariantError where Ray put a colocated pair on two devices."""
+        if not isinstance(self._config.placement, ColocatedPlacement):
+            return
+        for index, (trainer, engine) in enumerate(zip(trainers, engines, strict=True)):
+            if trainer != engine:
+                raise InvariantError(
+                    f"cluster.placement.type = colocated, but trainer rank {index} is at {trainer} and its engine at {engine}"
+                )
 
     def release(self) -> None:
         for _, group in self._groups:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from verst.config.basis import Section
+from verst.config.basis import Flag, Section
 from verst.errors import ConfigError
 
 Strategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
@@ -25,6 +25,8 @@ class ColocatedPlacement(Section):
     type: Literal["colocated"] = "colocated"
     strategy: Strategy = "PACK"
     """How the pairs are laid out over nodes."""
+    share_base: Flag = False
+    """The frozen weights under a LoRA are held once on each device: every rank keeps them whole, and its engine computes with the same memory."""
 
 
 class SeparatePlacement(Section):
@@ -45,11 +47,37 @@ PlacementConfig = Annotated[FreePlacement | ColocatedPlacement | SeparatePlaceme
 
 
 def check_placement(
-    placement: FreePlacement | ColocatedPlacement | SeparatePlacement, *, ranks: int, engines: int
+    placement: FreePlacement | ColocatedPlacement | SeparatePlacement,
+    *,
+    ranks: int,
+    engines: int,
+    finetune: str,
+    lora_form: str,
+    offloads: bool,
 ) -> None:
-    """Raises ConfigError where the numbers of processes do not suit it."""
-    if isinstance(placement, ColocatedPlacement) and ranks != engines:
+    """Raises ConfigError where the numbers of processes, or what is trained and sent, do not suit it.
+
+    finetune: model.finetune.type. lora_form: sync.lora. offloads: trainer.offload.parameters.
+    """
+    if not isinstance(placement, ColocatedPlacement):
+        return
+    if ranks != engines:
         raise ConfigError(
             f"cluster.placement.type = colocated puts engine i beside trainer rank i, but engine.num = {engines} and "
             f"trainer.ranks = {ranks}; use engine.num = {ranks}, or cluster.placement.type = separate"
+        )
+    if placement.share_base and finetune != "lora":
+        raise ConfigError(
+            f"cluster.placement.share_base = true shares the frozen weights under a LoRA, and model.finetune.type = "
+            f"{finetune} freezes none; use model.finetune.type = lora, or cluster.placement.share_base = false"
+        )
+    if placement.share_base and lora_form != "pairs":
+        raise ConfigError(
+            f"sync.lora = {lora_form} writes into the engine's base weights, which with cluster.placement.share_base = true "
+            "are the trainer's own; use sync.lora = pairs"
+        )
+    if placement.share_base and offloads:
+        raise ConfigError(
+            "trainer.offload.parameters = true keeps the base in host memory, and cluster.placement.share_base = true lends "
+            "it to the engine where both compute; use one of them"
         )

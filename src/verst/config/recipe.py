@@ -73,7 +73,14 @@ class RlRecipe(s.Section):
         self._check_rewards()
         self._check_sync()
         check_precision(self.trainer.precision, forward=self.model.dtype, reduces=True)
-        check_placement(self.cluster.placement, ranks=self.trainer.ranks, engines=self.engine.num)
+        check_placement(
+            self.cluster.placement,
+            ranks=self.trainer.ranks,
+            engines=self.engine.num,
+            finetune=self.model.finetune.type,
+            lora_form=self.sync.lora,
+            offloads=self.trainer.offload.parameters,
+        )
         check_watch(
             self.watch,
             self.algorithm,

@@ -22,6 +22,7 @@ from verst.engine.batching import Batcher
 from verst.engine.worker import Worker
 from verst.errors import ConfigError, EngineError
 from verst.flow.determinism import make_deterministic
+from verst.weights.loan import Loan
 
 _log = logging.getLogger(__name__)
 
@@ -44,13 +45,15 @@ class EngineServer:
         threads: int = 0,
         request_timeout_s: float = 600.0,
         prompt_cache_bytes: int = 256 * 2**20,
+        loan: Loan | None = None,
     ) -> None:
-        """port 0 takes any free one; threads 0 leaves torch's number as it is."""
+        """port 0 takes any free one; threads 0 leaves torch's number as it is. loan: see Worker."""
         self._folder, self._dtype, self._device = folder, dtype, torch.device(device)
         self._fp32_modules = fp32_modules
         self._host, self._port = host, port
         self._deterministic, self._threads = deterministic, threads
         self._prompt_cache_bytes = prompt_cache_bytes
+        self._loan = loan
         self._limits = {"max_batch": max_batch, "queue_size": queue_size}
         self._request_timeout_s = request_timeout_s
         self._socket: socket.socket | None = None
@@ -193,6 +196,7 @@ class EngineServer:
             device=self._device,
             fp32_modules=self._fp32_modules,
             prompt_cache_bytes=self._prompt_cache_bytes,
+            loan=self._loan,
         )
 
 

@@ -6,7 +6,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from verst.engine.prompts import PromptCache
 from verst.engine.records import Decoded, sample_records
 from verst.engine.resolve import Resolved
 from verst.errors import EngineError, InvariantError, RequestError, SyncError
-from verst.families import ALL_PARTS, recognise
+from verst.families import ALL_PARTS, Components, recognise
 from verst.families.base import HasSound
 from verst.flow.controller import join_transitions
 from verst.flow.denoise import denoise
@@ -28,6 +28,7 @@ from verst.flow.hooks import Rollout, Stream, prepare_rollout
 from verst.flow.noise import SampleNoise
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.types import Conditioning, Latents, join_rows
+from verst.weights.loan import Borrower, Loan
 from verst.weights.lora import LoraSpec, attach_lora
 from verst.weights.manifest import Certificate, Manifest
 from verst.weights.receive import WeightReceiver
@@ -62,18 +63,35 @@ class Worker:
         device: torch.device | str = "cpu",
         fp32_modules: Sequence[str] = (),
         prompt_cache_bytes: int = 256 * 2**20,
+        loan: Loan | None = None,
     ) -> None:
-        """fp32_modules: beside the family's own. Raises ModelError for a folder that cannot be loaded."""
+        """fp32_modules: beside the family's own. loan: the transformer's frozen weights are a trainer's, and only its
+        LoRA is held here.
+
+        Raises ModelError for a folder that cannot be loaded, SyncError for a loan that cannot be had.
+        """
         self.family = recognise(folder, fp32_modules=fp32_modules)
         self.device = torch.device(device)
-        self.components = self.family.load(folder, parts=ALL_PARTS, dtype=dtype, device=self.device)
+        self.borrowed = None if loan is None else Borrower(loan, device=self.device)
+        self.components = self._load(folder, dtype)
         self.prompt_cache = PromptCache(max_bytes=prompt_cache_bytes)
-        self.receiver = WeightReceiver(self.components.transformer, device=self.device)
+        self.receiver = WeightReceiver(
+            self.components.transformer, device=self.device, base_is_borrowed=loan is not None
+        )
         self.weight_version = -1
         """-1 until weights are handed over for the first time."""
         self.asleep = False
         self.num_samples = 0
         """Made since the start."""
+
+    def _load(self, folder: Path, dtype: torch.dtype) -> Components:
+        if self.borrowed is None:
+            return self.family.load(folder, parts=ALL_PARTS, dtype=dtype, device=self.device)
+        shell = self.family.load(folder, parts=("transformer",), dtype=dtype, device=torch.device("meta"))
+        self.borrowed.place(shell.transformer)
+        others = [part for part in ALL_PARTS if part != "transformer"]
+        loaded = self.family.load(folder, parts=others, dtype=dtype, device=self.device)
+        return replace(loaded, modules={**shell.modules, **loaded.modules})
 
     def generate(
         self, jobs: Sequence[Resolved], *, stopped: Callable[[], bool] = lambda: False
@@ -87,6 +105,8 @@ class Worker:
             raise Unavailable("the engine has released its memory; resume it first")
         if self.receiver.invalid is not None:
             raise EngineError(f"the engine's weights are not whole: {self.receiver.invalid}; send them again")
+        if self.borrowed is not None:
+            self.borrowed.check()
         start = self._clock()
         conditioning = self._encode(jobs)
         encoded = self._clock()
@@ -286,6 +306,8 @@ class Worker:
             raise SyncError(
                 "the engine adds a LoRA to weights that it keeps: send it a manifest, or restart the engine"
             )
+        if self.borrowed is not None and any(name.startswith("transformer") for name, _ in updates):
+            raise SyncError("the engine computes with a trainer's frozen weights, which nobody may overwrite")
         copies = [
             copy
             for name, tensors in updates

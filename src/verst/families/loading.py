@@ -11,6 +11,8 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from accelerate import init_empty_weights
+from diffusers.models.modeling_utils import no_init_weights
 from torch import nn
 
 from verst.errors import ModelError
@@ -45,7 +47,7 @@ def load_components(
     """The components `names` of the wanted parts. Raises ModelError, naming the file.
 
     optional: components that a checkpoint may lack (then None). keep_fp32: those that stay fp32 whatever `dtype` is:
-    decoding in half precision changes what a reward sees.
+    decoding in half precision changes what a reward sees. device meta: the transformer's structure, without its weights.
     """
     index = json.loads(index_file(folder).read_text())
     modules: dict[str, Any] = {}
@@ -82,8 +84,12 @@ def _load(
     own = frozenset(getattr(cls, "_keep_in_fp32_modules", None) or ())
     if islands:
         cls = with_islands(cls, islands)
+    empty = device.type == "meta"
     try:
-        part = cls.from_pretrained(folder, subfolder=name, local_files_only=True, **options)
+        if empty:
+            part = _empty(cls, folder / name, dtype)
+        else:
+            part = cls.from_pretrained(folder, subfolder=name, local_files_only=True, **options)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise ModelError(f"{folder / name} cannot be loaded as {class_name}: {error}") from error
     if not isinstance(part, nn.Module):
@@ -91,8 +97,22 @@ def _load(
     for pattern in islands:
         if pattern not in own:
             compute_in_fp32(part, pattern)
-    align(part)
-    return part.to(device).eval().requires_grad_(False)
+    if not empty:
+        align(part)
+        part.to(device)
+    return part.eval().requires_grad_(False)
+
+
+def _empty(cls: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
+    """A diffusers model as from_pretrained builds it before it reads a file: only parameters have no memory."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with no_init_weights(), init_empty_weights():
+            module: nn.Module = cls.from_config(cls.load_config(folder, local_files_only=True))
+    finally:
+        torch.set_default_dtype(before)
+    return module
 
 
 def _class_of(library: str, class_name: str) -> Any:

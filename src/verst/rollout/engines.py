@@ -39,11 +39,14 @@ class EnginePool:
         if made != {weight_version}:
             raise EchoError(f"samples of weight version {sorted(made)} came back, expected {weight_version}")
 
-    async def sync(self, manifest: Mapping[str, Any], *, digest: Awaitable[str] | None = None) -> None:
+    async def sync(self, *manifests: Mapping[str, Any], digest: Awaitable[str] | None = None) -> None:
         """Hand the weights to every engine; each certificate is compared. Raises SyncError.
 
-        digest: of what the trainer sends meanwhile, where the manifest does not know it before.
+        manifests: one for all of them, or one for each. digest: of what the trainer sends meanwhile, where the manifest
+        does not know it before.
         """
+        manifest = manifests[0]
+        own = manifests if len(manifests) > 1 else manifests * len(self._clients)
         if busy := sum(self._in_flight):
             raise InvariantError(
                 f"weights of version {manifest['version']} while {busy} requests are at the engines: a rollout would be of two"
@@ -52,7 +55,10 @@ class EnginePool:
             async with asyncio.TaskGroup() as group:
                 if digest is not None:
                     sent = group.create_task(_result(digest))
-                taken = [group.create_task(client.update_weights(manifest)) for client in self._clients]
+                taken = [
+                    group.create_task(client.update_weights(one))
+                    for client, one in zip(self._clients, own, strict=True)
+                ]
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from failures
         if digest is not None:

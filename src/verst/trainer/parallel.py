@@ -97,6 +97,7 @@ def shard(
     fp32_modules: tuple[str, ...] = (),
     reduce_dtype: torch.dtype = torch.float32,
     offload: bool = False,
+    frozen_whole: bool = False,
 ) -> None:
     """FSDP2 in place: each block whose class is named in `blocks`, then the rest.
 
@@ -105,7 +106,7 @@ def shard(
     engine: it is small, and needs no gathering then. Its gradients are `reduce_whole`'s. A model of which nothing is
     trained is kept in what it computes in: the same values, half the bytes.
 
-    offload: shards lie in host memory, and so will their gradients.
+    offload: shards lie in host memory, and so will their gradients. frozen_whole: frozen parameters stay whole too.
     """
     # Families slice the model's output and never write into it, which is all that this warning asks for.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -117,7 +118,11 @@ def shard(
     wrap = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=away)
     for model in adaptable(module):
         half = compute_dtype != torch.float32
-        kept = {p for name, p in model.named_parameters() if half and is_island(name, fp32_modules)}
+        kept = {
+            p
+            for name, p in model.named_parameters()
+            if (half and is_island(name, fp32_modules)) or (frozen_whole and not p.requires_grad)
+        }
         frozen = not any(p.requires_grad for p in model.parameters())
         for p in model.parameters():
             if p in kept:

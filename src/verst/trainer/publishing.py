@@ -26,14 +26,21 @@ class Rank:
     store: Store
     """Where the ranks met; engines of the collective transport join them there."""
     device: torch.device
+    feeds_engine: bool
+    """An engine of its own stands beside each rank and takes what that rank holds."""
+
+    @property
+    def gathers_for(self) -> int:
+        """0 where this rank fills memory that an engine reads; else it only helps to gather."""
+        return 0 if self.feeds_engine else self.rank
 
 
 def _shm(config: s.ShmSync | s.AutoSync, rank: Rank) -> Sender:
-    return ShmSender(rank=rank.rank, bucket_bytes=config.bucket_bytes, digest=config.digest)
+    return ShmSender(rank=rank.gathers_for, bucket_bytes=config.bucket_bytes, digest=config.digest)
 
 
 def _cuda_ipc(config: s.CudaIpcSync, rank: Rank) -> Sender:
-    return CudaIpcSender(rank.device, rank=rank.rank, bucket_bytes=config.bucket_bytes, digest=config.digest)
+    return CudaIpcSender(rank.device, rank=rank.gathers_for, bucket_bytes=config.bucket_bytes, digest=config.digest)
 
 
 def _collective(config: s.CollectiveSync, rank: Rank) -> Sender:

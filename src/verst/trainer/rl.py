@@ -34,6 +34,7 @@ from verst.trainer.publishing import FORMS, SENDERS, Rank
 from verst.trainer.recompute import recompute_blocks
 from verst.trainer.scaler import make_scaler
 from verst.weights.adapter_files import load_adapters
+from verst.weights.loan import Lender, Loan
 from verst.weights.lora import LoraSpec, adaptable, attach_lora
 from verst.weights.manifest import Manifest
 from verst.weights.send import Outgoing, trained_tensors
@@ -97,7 +98,8 @@ class RlTrainer:
             leave_mesh()
             raise
         self._saver = checkpoint.BackgroundSaver() if recipe.checkpoint.async_save else None
-        context = Rank(rank=rank, ranks=world_size, store=store, device=device)
+        beside = isinstance(recipe.cluster.placement, s.ColocatedPlacement)
+        context = Rank(rank=rank, ranks=world_size, store=store, device=device, feeds_engine=beside)
         self._sender = SENDERS[type(recipe.sync)](recipe.sync, context)
 
     def _build(self, recipe: RlRecipe, layout: Layout) -> None:
@@ -131,8 +133,13 @@ class RlTrainer:
         if config.needs_reference and isinstance(config.reference, s.FrozenReference):
             frozen = copy.deepcopy(self.transformer).requires_grad_(False).eval()
             self._distribute(frozen, layout, offload=offload.reference)
+        placement = recipe.cluster.placement
+        lends = isinstance(placement, s.ColocatedPlacement) and placement.share_base
+        self._lender = Lender(self.transformer, device=self._device) if lends else None
         every = recipe.trainer.recompute_every
-        self._distribute(self.transformer, layout, recompute_every=every, offload=offload.parameters)
+        self._distribute(
+            self.transformer, layout, offload=offload.parameters, recompute_every=every, frozen_whole=lends
+        )
         total = recipe.run.iterations * recipe.trainer.steps_per_rollout
         scaler = make_scaler(recipe.trainer.precision, forward=recipe.model.dtype)
         modules = {"transformer": self.transformer}
@@ -161,7 +168,13 @@ class RlTrainer:
         )
 
     def _distribute(
-        self, module: nn.Module, layout: Layout, *, offload: bool, recompute_every: int | None = None
+        self,
+        module: nn.Module,
+        layout: Layout,
+        *,
+        offload: bool,
+        recompute_every: int | None = None,
+        frozen_whole: bool = False,
     ) -> None:
         for model in adaptable(module):
             split = None
@@ -178,6 +191,7 @@ class RlTrainer:
             fp32_modules=self.family.fp32_modules,
             reduce_dtype=DTYPES[self._recipe.trainer.precision.reduce],
             offload=offload,
+            frozen_whole=frozen_whole,
         )
 
     def update(self, steps: Sequence[Sequence[PairBlock]]) -> UpdateMetrics:
@@ -226,7 +240,8 @@ class RlTrainer:
             self._rollouts += 1
 
     def publish(self, version: int, *, ema: bool = False, receivers: int = 1) -> Manifest | None:
-        """The weights to sample with, ready for engines to take until `unpublish`; the manifest on rank 0.
+        """The weights to sample with, ready for engines to take until `unpublish`; the manifest on rank 0, and on every
+        rank that has an engine beside it.
 
         They are the live ones, the old policy's where the algorithm has one that samples, or the moving average.
         """
@@ -240,6 +255,10 @@ class RlTrainer:
         dtypes = dict.fromkeys(named, self._dtype) | dict.fromkeys(wide, torch.float32)
         outgoing = Outgoing(version=version, tensors=named, dtypes=dtypes, lora=self._lora, form=form)
         return self._sender.publish(outgoing, receivers=receivers)
+
+    def lend(self) -> Loan | None:
+        """This rank's frozen weights for the engine on its device (`cluster.placement.share_base`)."""
+        return None if self._lender is None else self._lender.loan
 
     def send(self) -> str | None:
         """Beside the engines' work where the manifest has no digest: the digest of what was sent, on rank 0."""
@@ -296,6 +315,8 @@ class RlTrainer:
         if self._saver is not None:
             self._saver.close()
         self._sender.close()
+        if self._lender is not None:
+            self._lender.close()
         leave_mesh()
 
     def _gather(self, row: Tensor) -> Tensor:

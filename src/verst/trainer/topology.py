@@ -41,8 +41,17 @@ def here(device: torch.device) -> Place:
     return Place(host=" ".join(parts), device=gpu)
 
 
-def choose(trainers: Sequence[Place], engines: Sequence[Place]) -> tuple[TransportName, str]:
-    """(transport, why it) for trainer ranks, rank 0 first, and engines. Raises ConfigError where none fits."""
+def choose(
+    trainers: Sequence[Place], engines: Sequence[Place], *, colocated: bool = False
+) -> tuple[TransportName, str]:
+    """(transport, why it) for trainer ranks, rank 0 first, and engines. Raises ConfigError where none fits.
+
+    colocated: engine i is where rank i is, and takes its weights from there.
+    """
+    if colocated and all(place.is_gpu for place in trainers):
+        return "cuda_ipc", "each engine is on the GPU of a trainer rank"
+    if colocated:
+        return "shm", "each engine is on the host of a trainer rank, no GPU"
     hosts = {place.host for place in (*trainers, *engines)}
     gpus = [place.device for place in (*trainers, *engines) if place.is_gpu]
     all_gpus = len(gpus) == len(trainers) + len(engines)

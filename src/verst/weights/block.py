@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,8 +38,17 @@ class SharedBlock:
         """[nbytes] uint8 view of the block."""
 
     def close(self) -> None:
+        """No tensor may show the block any more."""
         self.bytes = None
         self._map.close()
+        self._leave_file()
+
+    def leave(self) -> None:
+        """Nobody can open the block any more; its memory stays as long as tensors show it."""
+        self.bytes = None
+        self._leave_file()
+
+    def _leave_file(self) -> None:
         os.close(self._fd)
         if self._path is not None:
             Path(self._path).unlink(missing_ok=True)
@@ -50,8 +60,26 @@ def open_block(handle: str, nbytes: int) -> Iterator[Tensor]:
 
     Raises SyncError when it is gone, or is not ours to read.
     """
+    mapped = _map(handle, nbytes, writable=True)
+    view = torch.frombuffer(mapped, dtype=torch.uint8)
     try:
-        fd = os.open(handle, os.O_RDWR)
+        yield view
+    finally:
+        del view
+        mapped.close()
+
+
+def map_block(handle: str, nbytes: int) -> Tensor:
+    """The same for reading only, mapped as long as a tensor made from it lives. A write ends the process."""
+    mapped = _map(handle, nbytes, writable=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _map(handle: str, nbytes: int, *, writable: bool) -> mmap.mmap:
+    try:
+        fd = os.open(handle, os.O_RDWR if writable else os.O_RDONLY)
     except OSError as error:
         raise SyncError(
             f"the sender's memory {handle} cannot be opened ({error.strerror}): the sender has ended, or engine and "
@@ -60,12 +88,6 @@ def open_block(handle: str, nbytes: int) -> Iterator[Tensor]:
     try:
         if os.fstat(fd).st_size != nbytes:
             raise SyncError(f"the sender's memory {handle} holds {os.fstat(fd).st_size} bytes, announced were {nbytes}")
-        mapped = mmap.mmap(fd, nbytes)
+        return mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     finally:
         os.close(fd)
-    view = torch.frombuffer(mapped, dtype=torch.uint8)
-    try:
-        yield view
-    finally:
-        del view
-        mapped.close()

@@ -15,7 +15,10 @@ from torch import Tensor
 from verst.errors import SyncError
 
 ALIGNMENT = 64
-_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16)}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
+_OTHERS = (torch.int64, torch.int32, torch.uint8, torch.int8, torch.bool)
+"""Of buffers."""
+_DTYPES = {str(d).removeprefix("torch."): d for d in (*_FLOATS, *_OTHERS)}
 
 
 class TensorEntry(TypedDict):

@@ -20,8 +20,9 @@ from verst.weights.transports import RECEIVERS, Incoming, Receiver
 class WeightReceiver:
     """Writes announced tensors into `module`'s parameters, from one publication to the next."""
 
-    def __init__(self, module: nn.Module, *, device: torch.device) -> None:
-        self._module, self._device = module, device
+    def __init__(self, module: nn.Module, *, device: torch.device, base_is_borrowed: bool = False) -> None:
+        """base_is_borrowed: what is no LoRA is another process's memory and is never written."""
+        self._module, self._device, self._base_is_borrowed = module, device, base_is_borrowed
         self._transports: dict[str, Receiver] = {}
         self._merged: MergedLora | None = None
         self._known: tuple[Any, dict[str, Tensor]] | None = None
@@ -104,6 +105,11 @@ class WeightReceiver:
     def _targets(self, finetune: Mapping[str, Any]) -> dict[str, Tensor]:
         attached = lora_spec_of(self._module)
         held = self._merged.spec if self._merged else attached
+        if self._base_is_borrowed and (finetune["type"] == "full" or finetune["form"] == "merged"):
+            raise SyncError(
+                "the engine computes with the trainer's own frozen weights (cluster.placement.share_base), which nobody may "
+                "overwrite: send LoRA pairs (sync.lora = pairs). Nothing was changed."
+            )
         if finetune["type"] == "full":
             if held is not None:
                 raise SyncError("full weights were sent to an engine that holds a LoRA; restart the engine")

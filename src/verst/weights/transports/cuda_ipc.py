@@ -6,7 +6,6 @@ whole hand-off is two passes over the device's memory, one by the trainer and on
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +14,11 @@ import torch
 from torch import Tensor
 
 from verst.errors import SyncError
+from verst.weights import gpu_memory
 from verst.weights.digest import Digester, DigestKind
 from verst.weights.manifest import Bucket, Manifest, TensorEntry, aligned, bucket_size, view_in
 from verst.weights.send import Outgoing, copy_all, gather
 from verst.weights.transports.base import Incoming
-
-_FIELDS = ("device", "handle", "nbytes", "offset", "counter", "counter_offset", "event", "event_sync")
-"""What torch's UntypedStorage._share_cuda_ returns, in order."""
 
 
 class CudaIpcSender:
@@ -74,11 +71,7 @@ class CudaIpcSender:
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         if self._staging is None or len(self._staging) < sum(sizes):
             self._staging = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-            shared = dict(zip(_FIELDS, self._staging.untyped_storage()._share_cuda_(), strict=True))
-            self._endpoint = {
-                key: base64.b64encode(value).decode() if isinstance(value, bytes) else value
-                for key, value in shared.items()
-            }
+            self._endpoint = gpu_memory.share(self._staging)
         self._buckets = [
             Bucket(handle=str(start), nbytes=size, tensors=entries)
             for start, size, entries in zip(starts, sizes, layout, strict=True)
@@ -143,18 +136,7 @@ class CudaIpcReceiver:
             raise SyncError(
                 f"sync.type = cuda_ipc, but this engine computes on {self._device}: use shm. Nothing was changed."
             )
-        values = [endpoint[field] for field in _FIELDS]
-        _, *rest = (base64.b64decode(value) if isinstance(value, str) else value for value in values)
-        torch.cuda.init()
-        index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        try:
-            storage = torch.UntypedStorage._new_shared_cuda(index, *rest)
-        except RuntimeError as error:
-            raise SyncError(
-                f"the trainer's GPU memory cannot be opened ({error}): the trainer has ended, or engine and trainer do "
-                "not share a GPU; use sync.type = collective there. Nothing was changed."
-            ) from error
-        self._staging = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
+        self._staging = gpu_memory.open_shared(endpoint, self._device)
         self._endpoint = endpoint
 
     def refuse(self, manifest: Manifest, reason: str) -> None:
