@@ -16,7 +16,7 @@ from trainer_fixtures import one_rank
 
 from verst.config.recipe import RlRecipe
 from verst.engine.resolve import resolve
-from verst.engine.wire import GenerateRequest, encode_response, to_microgroup
+from verst.engine.wire import Answer, GenerateRequest, encode_response, to_microgroup
 from verst.engine.worker import Worker
 from verst.loops.report import Report
 from verst.loops.rl import Run, resume_point
@@ -51,7 +51,7 @@ class Engine:
         self._world = world
         self.url = "here"
 
-    async def generate(self, request: GenerateRequest) -> bytes:
+    async def generate(self, request: GenerateRequest) -> Answer:
         world = self._world
         await world.delay()
         world.happens("generate" if request.rollout else "evaluate")
@@ -60,7 +60,7 @@ class Engine:
         if not request.rollout:
             world.evaluated.append(worker().weight_version)
         await world.delay()
-        return encode_response(records)
+        return Answer(body=encode_response(records))
 
     async def update_weights(self, manifest: Any) -> None:
         verify(manifest, worker().update_from_manifest(manifest), engine=self.url)
@@ -110,6 +110,7 @@ class World:
     """In the place of a Cluster."""
 
     sync_choice = "in this process"
+    transports = ("msgpack: in this process",)
 
     def __init__(
         self, trainer: RlTrainer, *, seed: int, hook: Hook, score: Callable[[SampleKey], float] | None
@@ -146,9 +147,9 @@ class World:
     async def pids(self) -> dict[str, list[int]]:
         return {}
 
-    async def parse(self, payload: bytes, keys: Sequence[SampleKey]) -> Microgroup:
+    async def parse(self, answer: Answer, keys: Sequence[SampleKey]) -> Microgroup:
         await self.delay()
-        return to_microgroup(payload, keys)
+        return to_microgroup(answer, keys)
 
     async def score(self, task: MicrogroupTask, microgroup: Microgroup) -> Scores:
         await self.delay()

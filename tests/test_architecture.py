@@ -32,13 +32,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trainer": {"config", "obs", "flow", "families", "weights", "algorithms"},
     # flow: the seeds of samples and the steps of a group are drawn by the rollout side, without any model.
     "rollout": {"config", "obs", "flow", "algorithms", "rewards", "engine"},
-    "cluster": {"config", "obs", "algorithms", "engine", "router", "trainer", "rollout", "rewards"},
+    "cluster": {"config", "obs", "algorithms", "engine", "router", "trainer", "rollout", "rewards", "weights"},
 }
 _ALL = set(MAY_IMPORT)
 MAY_IMPORT["loops"] = _ALL
 MAY_IMPORT["cli"] = _ALL | {"loops"}
 """Package -> packages it may import besides itself and EVERYBODY; the table of the design."""
-ONLY_MODULES = {("rollout", "engine"): {"wire", "client"}, ("cluster", "algorithms"): {"pairs"}}
+ONLY_MODULES = {
+    ("rollout", "engine"): {"wire", "client"},
+    ("cluster", "algorithms"): {"pairs"},
+    ("cluster", "weights"): {"block"},
+}
 """(importer, imported) -> the only modules of the imported package that it may see."""
 WITHOUT_TORCH = {"config", "obs", "router", "dashboard"}
 CLI_AT_MODULE_LEVEL = {"cli", "config", "errors"}

@@ -18,7 +18,7 @@ from test_pipeline import microgroup_of
 
 from verst.config.recipe import RlRecipe
 from verst.engine.client import EngineClient
-from verst.engine.wire import GenerateRequest
+from verst.engine.wire import Answer, GenerateRequest
 from verst.errors import CheckpointError, ConfigError, EngineError
 from verst.loops.batch import make_batch
 from verst.rollout.ahead import Ahead, position_of
@@ -154,7 +154,7 @@ def test_what_is_cancelled_stops_on_the_engine_which_then_serves_the_next() -> N
             while (await client._http.get("/server_info")).json()["waiting"] != number:
                 await asyncio.sleep(0.01)
 
-        async def sample(number: int) -> bytes:
+        async def sample(number: int) -> Answer:
             return await pool.generate(task_of(number))
 
         job = asyncio.create_task(collect(sample, lambda _: True, wanted=1, extra=2, most=9, in_order=False))
@@ -187,14 +187,14 @@ class Engines:
         self.rng = random.Random(seed)
         self.sampled: list[SampleKey] = []
 
-    async def generate(self, task: MicrogroupTask) -> bytes:
+    async def generate(self, task: MicrogroupTask) -> Answer:
         for _ in range(self.rng.randrange(12)):
             await asyncio.sleep(0)
         self.sampled += task.keys
-        return json.dumps([self.version, [dataclasses.astuple(key) for key in task.keys]]).encode()
+        return Answer(body=json.dumps([self.version, [dataclasses.astuple(key) for key in task.keys]]).encode())
 
-    async def parse(self, payload: bytes, keys: Sequence[SampleKey]) -> Microgroup:
-        version, made = json.loads(payload)
+    async def parse(self, answer: Answer, keys: Sequence[SampleKey]) -> Microgroup:
+        version, made = json.loads(answer.portable())
         assert [tuple(key) for key in made] == [dataclasses.astuple(key) for key in keys]
         return microgroup_of(keys, version=version)
 
@@ -206,7 +206,7 @@ class Engines:
 
     def sampler(self, recipe: RlRecipe, source: PromptSource) -> Sampler:
         pipeline = Pipeline(
-            generate=self.generate, parse=self.parse, check=lambda *_: None, score=self.score, keep_payloads=True
+            generate=self.generate, parse=self.parse, check=lambda *_: None, score=self.score, keep_answers=True
         )
         return Sampler(recipe, source, pipeline, GroupFilters(recipe))
 

@@ -162,8 +162,8 @@ def http_answer(status: str, body: bytes) -> bytes:
     return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
 
 
-def generate(client: EngineClient) -> Awaitable[bytes]:
-    return client.generate(request())
+async def generate(client: EngineClient) -> bytes:
+    return (await client.generate(request())).portable()
 
 
 def test_busy_is_tried_again_and_nothing_else() -> None:

@@ -14,7 +14,7 @@ import torch
 from loop_fixtures import on_a_loop
 from run_fixtures import WORDS, recipe_with
 
-from verst.engine.wire import GenerateRequest
+from verst.engine.wire import Answer, GenerateRequest
 from verst.errors import EchoError, EngineError, InvariantError, RewardError, SyncError
 from verst.flow.noise import derive_seed
 from verst.loops.batch import make_batch
@@ -55,6 +55,9 @@ def scores_of(microgroup: Microgroup) -> Scores:
     return Scores(by_reward={"made_up": tuple(10.0 * s.key.group + s.key.index for s in microgroup.samples)})
 
 
+ANSWER = Answer(body=b"answer")
+
+
 class Stages:
     """Fakes of the three processes that the pipeline waits for; a test changes what one of them does."""
 
@@ -63,7 +66,7 @@ class Stages:
         self.scored: list[tuple[int, int]] = []
         self.cancelled: list[tuple[int, int]] = []
 
-    async def generate(self, task: MicrogroupTask) -> bytes:
+    async def generate(self, task: MicrogroupTask) -> Answer:
         place = (task.group, task.keys[0].index)
         self.begun.append(place)
         try:
@@ -71,13 +74,13 @@ class Stages:
         except asyncio.CancelledError:
             self.cancelled.append(place)
             raise
-        return b"answer"
+        return ANSWER
 
     async def wait(self, task: MicrogroupTask) -> None:
         await asyncio.sleep(0)
 
-    async def parse(self, payload: bytes, keys: Sequence[SampleKey]) -> Microgroup:
-        assert payload == b"answer"
+    async def parse(self, answer: Answer, keys: Sequence[SampleKey]) -> Microgroup:
+        assert answer is ANSWER
         return microgroup_of(keys)
 
     def check(self, task: MicrogroupTask, microgroup: Microgroup, weight_version: int) -> None:
@@ -162,17 +165,17 @@ async def test_slow_reward_does_not_hold_generation() -> None:
         return scores_of(microgroup)
 
     stages = Stages()
-    engine = pool_of(FakeClient("one", answers=b"answer"), per_engine=1)
+    engine = pool_of(FakeClient("one", answers=ANSWER), per_engine=1)
 
-    async def generate(task: MicrogroupTask) -> bytes:
+    async def generate(task: MicrogroupTask) -> Answer:
         await stages.generate(task)
         return await engine.generate(task)
 
     parsed: list[SampleKey] = []
 
-    async def parse(payload: bytes, keys: Sequence[SampleKey]) -> Microgroup:
+    async def parse(answer: Answer, keys: Sequence[SampleKey]) -> Microgroup:
         parsed.append(keys[0])
-        return await stages.parse(payload, keys)
+        return await stages.parse(answer, keys)
 
     run = asyncio.create_task(stages.pipeline(generate=generate, parse=parse, score=slow).run(TASKS, weight_version=0))
     while len(parsed) < len(TASKS):
@@ -339,7 +342,7 @@ def test_rewards_see_the_samples_and_their_rows() -> None:
 class FakeClient:
     """Answers when told to, and counts; refuses weights when told so."""
 
-    def __init__(self, name: str, *, refuses: bool = False, answers: bytes | None = None) -> None:
+    def __init__(self, name: str, *, refuses: bool = False, answers: Answer | None = None) -> None:
         self.name = name
         self.answers = answers
         self.refuses = refuses
@@ -347,13 +350,13 @@ class FakeClient:
         self.versions: list[int] = []
         self.closed = False
 
-    async def generate(self, request: GenerateRequest) -> bytes:
+    async def generate(self, request: GenerateRequest) -> Answer:
         if self.answers is not None:
             return self.answers
         done = asyncio.Event()
         self.waiting.append(done)
         await done.wait()
-        return self.name.encode()
+        return Answer(body=self.name.encode())
 
     async def update_weights(self, manifest: dict[str, Any]) -> None:
         if self.refuses:
@@ -383,7 +386,8 @@ async def test_least_loaded_engine_is_asked_and_no_more_than_it_may_hold() -> No
     assert (len(one.waiting), len(two.waiting)) == (2, 4)  # the free engine got them
     for done in (*one.waiting, *two.waiting):
         done.set()
-    assert sorted(await asyncio.gather(*jobs)) == [b"one"] * 2 + [b"two"] * 4
+    bodies = [answer.body for answer in await asyncio.gather(*jobs)]
+    assert sorted(bodies) == [b"one"] * 2 + [b"two"] * 4
 
 
 @on_a_loop

@@ -53,7 +53,7 @@ def generate(
     out.mkdir(parents=True, exist_ok=True)
     for index, record in enumerate(records):
         path = out / f"{index:03d}_{re.sub(r'[^A-Za-z0-9]+', '_', record['prompt'])[:60]}.png"
-        Image.fromarray(record["media"][0].numpy()).save(path)
+        Image.fromarray(record["media"][0].cpu().numpy()).save(path)
         print(path)
 
 

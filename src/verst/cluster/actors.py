@@ -12,16 +12,18 @@ import ray
 import torch
 
 from verst.algorithms.pairs import PairBlock
+from verst.cluster.tensors import as_handles
 from verst.config.recipe import RlRecipe
 from verst.config.sections import ChosenSync, RewardConfig
 from verst.engine.server import EngineServer
-from verst.engine.wire import to_microgroup
+from verst.engine.wire import Answer, to_microgroup
 from verst.rewards import Reward, RewardBatch, make_reward
 from verst.rewards.base import Score
 from verst.trainer.parallel import open_store
 from verst.trainer.rl import DTYPES, RlTrainer, UpdateMetrics
 from verst.trainer.topology import Place, here
 from verst.types import Microgroup, SampleKey
+from verst.weights.block import host_identity
 
 
 class Process:
@@ -29,6 +31,9 @@ class Process:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def host(self) -> str:
+        return host_identity()
 
 
 class EngineActor(Process):
@@ -57,6 +62,7 @@ class EngineActor(Process):
             threads=recipe.run.threads,
             request_timeout_s=engine.request_timeout_s,
             loan=loan,
+            shared_bytes=0 if recipe.rollout.transport == "msgpack" else recipe.rollout.shared_bytes,
         )
         self._server.start()
         self._server.wait_ready(timeout_s)
@@ -66,8 +72,12 @@ class EngineActor(Process):
 class ParserActor(Process):
     """Decodes engine responses off the driver's event loop."""
 
-    def parse(self, payload: bytes, keys: Sequence[SampleKey]) -> Microgroup:
-        return to_microgroup(payload, keys)
+    def __init__(self, *, driver_host: str) -> None:
+        # Here and not in a call, which a parser that came back would not have had.
+        as_handles(always=host_identity() == driver_host)
+
+    def parse(self, answer: Answer, keys: Sequence[SampleKey]) -> Microgroup:
+        return to_microgroup(answer, keys)
 
 
 class RewardActor(Process):

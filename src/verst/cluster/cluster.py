@@ -17,13 +17,16 @@ from verst.algorithms.pairs import PairBlock
 from verst.cluster.actors import EngineActor, ParserActor, RewardActor, TrainerActor
 from verst.cluster.calls import ActorPool, all_of, result_of
 from verst.cluster.placement import Placement
+from verst.cluster.tensors import as_handles, to_same_host
 from verst.config.placement import ColocatedPlacement
 from verst.config.plan import process_plan
 from verst.config.recipe import RlRecipe
 from verst.config.rewards import reward_name
 from verst.config.sections import AutoSync, ChosenSync
 from verst.config.sync import chosen
+from verst.engine.blocks import BlockPool, supported
 from verst.engine.client import EngineClient
+from verst.engine.wire import Answer
 from verst.errors import ConfigError, SyncError
 from verst.rewards.base import RewardBatch, Score
 from verst.rewards.calls import Call
@@ -34,6 +37,7 @@ from verst.rollout.scoring import Scorer
 from verst.trainer.rl import UpdateMetrics
 from verst.trainer.topology import Place, choose
 from verst.types import Microgroup, SampleKey, Scores
+from verst.weights.block import host_identity
 
 _RESTARTS = 3
 """Times that a parser or reward worker may come back in one run."""
@@ -52,9 +56,13 @@ class Cluster:
         self._colocated = isinstance(recipe.cluster.placement, ColocatedPlacement)
         self.sync_choice = ""
         """Which transport carries the weights, and why."""
+        self.transports: list[str] = []
+        """How the answers of each engine travel, and why."""
+        self._received = BlockPool(recipe.rollout.shared_bytes if supported() else 0)
 
     async def __aenter__(self) -> Cluster:
         self._connect()
+        as_handles()
         try:
             await self._start()
         except BaseException:
@@ -65,6 +73,7 @@ class Cluster:
     async def __aexit__(self, *error: object) -> None:
         if hasattr(self, "engines"):
             await self.engines.close()
+        self._received.close()
         for actor in self._actors:
             ray.kill(actor)
         self._placement.release()
@@ -116,8 +125,11 @@ class Cluster:
             spawn(TrainerActor, "trainer", recipe, rank=i, device=self._device, place=i)
             for i in range(recipe.trainer.ranks)
         ]
-        parsers = [spawn(ParserActor, "parser", restarts=_RESTARTS) for _ in range(recipe.rollout.parsers.num)]
-        self._parsers = ActorPool(parsers, role="parser")
+        parsers = [
+            spawn(ParserActor, "parser", restarts=_RESTARTS, driver_host=host_identity())
+            for _ in range(recipe.rollout.parsers.num)
+        ]
+        self._parsers = ActorPool(parsers, role="parser", dispatch=recipe.rollout.parsers.dispatch)
         self._rewards = {
             reward_name(reward): ActorPool(
                 [
@@ -133,15 +145,26 @@ class Cluster:
         sync = await self._choose_sync()
         urls, *_ = await asyncio.gather(
             self._load_models(sync),
-            all_of([parser.pid.remote() for parser in parsers], roles=["parser"] * len(parsers)),
             *(
                 all_of([actor.load.remote() for actor in pool.actors], roles=[f"reward {name}"] * len(pool.actors))
                 for name, pool in self._rewards.items()
             ),
         )
-        clients = [EngineClient(url, timeout_s=recipe.engine.request_timeout_s) for url in urls]
+        await asyncio.gather(self.trainer.locate(), *(p.locate() for p in (self._parsers, *self._rewards.values())))
+        clients = [
+            EngineClient(
+                url,
+                timeout_s=recipe.engine.request_timeout_s,
+                transport=recipe.rollout.transport,
+                compression=recipe.rollout.compression,
+                hosts=self._parsers.hosts,
+                pool=self._received,
+            )
+            for url in urls
+        ]
         self._make_scorers()
         self.engines = EnginePool(clients, per_engine=recipe.engine.queue_size)
+        self.transports = await self.engines.negotiate()
 
     async def _load_models(self, sync: ChosenSync) -> list[str]:
         """The engines' URLs, once trainer and engines have their weights."""
@@ -209,8 +232,8 @@ class Cluster:
             for role, actors in pools.items()
         }
 
-    async def parse(self, payload: bytes, keys: Sequence[SampleKey]) -> Microgroup:
-        microgroup: Microgroup = await self._parsers.call(lambda actor: actor.parse.remote(payload, keys))
+    async def parse(self, answer: Answer, keys: Sequence[SampleKey]) -> Microgroup:
+        microgroup: Microgroup = await self._parsers.call(lambda actor: actor.parse.remote(answer, keys))
         return microgroup
 
     async def score(self, task: MicrogroupTask, microgroup: Microgroup) -> Scores:
@@ -244,6 +267,11 @@ class TrainerGroup:
     def __init__(self, ranks: Sequence[Any]) -> None:
         self.ranks = list(ranks)
         self._roles = [f"trainer rank {i}" for i in range(len(ranks))]
+        self._hosts: list[str] = []
+
+    async def locate(self) -> None:
+        """Ask the ranks where they are, so that those of this host map what they are sent."""
+        self._hosts = await self._all("host")
 
     async def build(self, sync: ChosenSync) -> None:
         host, port = await result_of(self.ranks[0].open.remote(), role=self._roles[0])
@@ -255,7 +283,10 @@ class TrainerGroup:
 
     async def update(self, shares: Sequence[list[list[PairBlock]]]) -> UpdateMetrics:
         """One share a rank: for each optimizer step its pair blocks."""
-        refs = [rank.update.remote(share) for rank, share in zip(self.ranks, shares, strict=True)]
+        refs = []
+        for rank, host, share in zip(self.ranks, self._hosts, shares, strict=True):
+            with to_same_host(host == host_identity()):
+                refs.append(rank.update.remote(share))
         metrics: list[UpdateMetrics] = await all_of(refs, roles=self._roles)
         return metrics[0]
 

@@ -220,6 +220,8 @@ class PromptsConfig(Section):
 class ParsersConfig(Section):
     num: PositiveInt = 1
     """Processes that decode engine responses off the event loop."""
+    dispatch: Literal["least_loaded", "round_robin"] = "least_loaded"
+    """Which of them decodes the next microgroup."""
 
 
 class RolloutConfig(Section):
@@ -230,6 +232,12 @@ class RolloutConfig(Section):
     microgroup_size: PositiveInt
     """Samples of one engine request; divides group_size."""
     parsers: ParsersConfig = ParsersConfig()
+    transport: Literal["auto", "msgpack", "shm"] = "auto"
+    """How samples come from the engines: msgpack over HTTP, or shm, shared memory that every process of a host maps. auto: shm from each engine that shares a host with driver and parsers, where the system has memfd; else msgpack."""
+    compression: Literal["none", "zstd", "lz4"] = "none"
+    """Of what comes as msgpack, for thin links. Latents and frames of a generator hardly get smaller."""
+    shared_bytes: PositiveInt = 4 * 2**30
+    """Most shared memory of one engine, and of the driver for what comes as msgpack. Where it is full, samples come over HTTP into the driver's own memory."""
     filters: tuple[FilterConfig, ...] = (ZeroVarianceFilter(),)
     """Which groups are not trained on; each group is dropped by the first filter that refuses it. [] = none."""
     dynamic: DynamicConfig = DynamicConfig()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import functools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -19,9 +20,11 @@ from starlette.routing import Route
 from starlette.types import StatelessLifespan
 
 from verst.engine.batching import Batcher, Expired
+from verst.engine.blocks import BlockPool
 from verst.engine.images import ConditionImages
 from verst.engine.request import GenerateRequest, explain
 from verst.engine.resolve import resolve
+from verst.engine.transport import Accepted, Shipment, ship
 from verst.engine.worker import Unavailable, Worker
 from verst.errors import ConfigError, EngineError, ModelError, PromptError, RequestError, SyncError, VerstError
 from verst.weights.manifest import Manifest
@@ -80,22 +83,26 @@ class RequestCheck(_Body):
 
 
 class Endpoints:
-    """Handlers over one batcher. `info` is what /server_info says besides counters."""
+    """Handlers over one batcher. `info` is what /server_info says besides counters; `pool` what answers may lie in."""
 
-    def __init__(self, batcher: Batcher, info: dict[str, Any]) -> None:
+    def __init__(self, batcher: Batcher, info: dict[str, Any], pool: BlockPool | None) -> None:
         self._batcher = batcher
         self._info = info
+        self._pool = pool
 
     async def generate(self, request: Request) -> Response:
         body = await request.body()
         record = GenerateRequest.model_validate_json(body)
-        work = asyncio.ensure_future(self._batcher.generate(record))
+        accepted = Accepted.of(request.headers)
+        encode = functools.partial(ship, accepted=accepted, pool=self._pool)
+        work = asyncio.ensure_future(self._batcher.generate(record, encode=encode))
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 return Response(status_code=499)
-            return Response(work.result(), media_type="application/msgpack")
+            shipment: Shipment = work.result()
+            return shipment.response()
         finally:
             work.cancel()
             gone.cancel()
@@ -190,6 +197,9 @@ class Endpoints:
     async def server_info(self, request: Request) -> Response:
         batcher, worker = self._batcher, self._batcher.worker
         info = {**self._info, "state": batcher.state, "waiting": batcher.num_waiting, "batches": batcher.num_batches}
+        if self._pool is not None:
+            pool = self._pool
+            info["shared_memory"] = {"bytes": pool.num_bytes, "held": pool.num_held, "refused": pool.num_refused}
         if worker is not None:
             cache = worker.prompt_cache
             info |= {
@@ -219,9 +229,11 @@ class Endpoints:
         return _answer(True, message, 200, weight_version=worker.weight_version, **more)
 
 
-def create_app(batcher: Batcher, *, info: dict[str, Any], lifespan: StatelessLifespan[Starlette]) -> Starlette:
+def create_app(
+    batcher: Batcher, *, info: dict[str, Any], pool: BlockPool | None, lifespan: StatelessLifespan[Starlette]
+) -> Starlette:
     """The engine's application."""
-    e = Endpoints(batcher, info)
+    e = Endpoints(batcher, info, pool)
     posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/rollout/generate": e.generate,
         "/rollout/check_prompts": e.check_prompts,

@@ -31,7 +31,8 @@ from verst.families import Components
 
 T = TypeVar("T")
 State = Literal["loading", "ready", "asleep", "failed"]
-_Outcome = list[dict[str, Any]] | EngineError
+Records = list[dict[str, Any]]
+"""One a sample."""
 
 
 class Expired(EngineError):
@@ -42,7 +43,8 @@ class Expired(EngineError):
 class _Job:
     resolved: Resolved
     arrived: float
-    done: asyncio.Future[list[dict[str, Any]]]
+    encode: Callable[[Records], Any]
+    done: asyncio.Future[Any]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -132,8 +134,8 @@ class Batcher:
             self._queue.clear()
             pool.shutdown(wait=False, cancel_futures=True)
 
-    async def generate(self, request: GenerateRequest) -> bytes:
-        """The encoded response. Cancelling the call takes a waiting request out of the queue.
+    async def generate(self, request: GenerateRequest, *, encode: Callable[[Records], Any] = encode_response) -> Any:
+        """What `encode` makes of the samples, on the worker thread. Cancelling takes a waiting request out of the queue.
 
         Raises RequestError or PromptError (400), Unavailable (503), Expired (504), EngineError (500).
         """
@@ -146,12 +148,15 @@ class Batcher:
         check_number(components.family, len(paths))
         images = await asyncio.to_thread(load_images, paths) if paths else None
         job = _Job(
-            resolved=resolve(request, components, images=images), arrived=time.perf_counter(), done=_new_future()
+            resolved=resolve(request, components, images=images),
+            arrived=time.perf_counter(),
+            encode=encode,
+            done=_new_future(),
         )
         self._put(job)
         try:
             async with asyncio.timeout(self._timeout_s):
-                records = await job.done
+                answer = await job.done
         except TimeoutError:
             raise Expired(
                 f"the request was not done in {self._timeout_s} s, of which it may all have been waiting: "
@@ -161,7 +166,7 @@ class Batcher:
             job.done.cancel()
             if job in self._queue:
                 self._queue.remove(job)
-        return await asyncio.to_thread(encode_response, records)
+        return answer
 
     async def control(self, call: Callable[[Worker], T]) -> T:
         """`call(worker)` on the worker thread, between batches, in order of arrival. Raises what it raises."""
@@ -186,9 +191,11 @@ class Batcher:
         def stopped() -> bool:
             return self._stopping or all(job.done.done() for job in batch)
 
-        outcomes: list[_Outcome] | BaseException = await self._on_thread(
-            pool, lambda: worker.generate([job.resolved for job in batch], stopped=stopped)
-        )
+        def work() -> list[Any]:
+            outcomes = worker.generate([job.resolved for job in batch], stopped=stopped)
+            return [_encoded(job, outcome, started) for job, outcome in zip(batch, outcomes, strict=True)]
+
+        outcomes: list[Any] | BaseException = await self._on_thread(pool, work)
         self.num_batches += 1
         if isinstance(outcomes, BaseException):
             for job in batch:
@@ -196,8 +203,6 @@ class Batcher:
             await self._check_device(pool, worker, outcomes)
             return
         for job, outcome in zip(batch, outcomes, strict=True):
-            if not isinstance(outcome, EngineError):
-                outcome[0]["timings"]["queue"] = started - job.arrived
             _settle(job.done, outcome)
 
     async def _serve_control(self, pool: ThreadPoolExecutor, worker: Worker, item: _Control) -> None:
@@ -235,6 +240,15 @@ class Batcher:
         problem = await self._on_thread(pool, worker.probe)
         if isinstance(problem, Exception):
             raise EngineError(f"the device computes no more ({problem}) since a batch failed: {cause}")
+
+
+def _encoded(job: _Job, outcome: Records | EngineError, started: float) -> Any:
+    """On the worker thread, where the tensors were made: nothing else uses the device meanwhile."""
+    if isinstance(outcome, EngineError):
+        return outcome
+    outcome[0]["timings"]["queue"] = started - job.arrived
+    # Nobody waits for the answer any more: a shared block would only be held up.
+    return None if job.done.done() else job.encode(outcome)
 
 
 def _new_future() -> asyncio.Future[Any]:

@@ -5,25 +5,51 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import httpx
 
+from verst.engine.blocks import BlockPool, supported
 from verst.engine.request import GenerateRequest
-from verst.errors import EchoError, EngineError, RequestError, SyncError
+from verst.engine.transport import Accepted, receive
+from verst.engine.wire import Answer
+from verst.errors import ConfigError, EchoError, EngineError, RequestError, SyncError
+from verst.weights.block import host_identity
 from verst.weights.manifest import Certificate, Manifest, verify
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
+Transport = Literal["auto", "msgpack", "shm"]
+Compression = Literal["none", "zstd", "lz4"]
 
 
 class EngineClient:
     """One engine (or a router before several). Use it on one event loop, and `close` it or use `async with`."""
 
-    def __init__(self, url: str, *, timeout_s: float = 900.0, busy_s: float = 600.0, refused_s: float = 10.0) -> None:
-        """timeout_s: one answer may take; busy_s: a 503 is tried again; refused_s: a refused connection is."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 900.0,
+        busy_s: float = 600.0,
+        refused_s: float = 10.0,
+        transport: Transport = "msgpack",
+        compression: Compression = "none",
+        hosts: Collection[str] = (),
+        pool: BlockPool | None = None,
+    ) -> None:
+        """timeout_s: one answer may take; busy_s: a 503 is tried again; refused_s: a refused connection is.
+
+        hosts: identities of the hosts, besides this one, on which answers will be read; pool: where those that come
+        over the network are put.
+        """
+        self._transport = transport
+        self._accepted = Accepted(codec=None if compression == "none" else compression)
+        self._hosts = {host_identity(), *hosts}
+        self._pool = pool
         self.url = url.rstrip("/")
         self._busy_s = busy_s
         self._refused_s = refused_s
@@ -46,10 +72,44 @@ class EngineClient:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def generate(self, request: GenerateRequest) -> bytes:
-        """The raw msgpack response. Raises RequestError (refused), EngineError (failed, died, busy for too long)."""
-        body = request.model_dump(mode="json", exclude_none=True)
-        return (await self._post("/rollout/generate", body)).content
+    async def negotiate(self) -> str:
+        """Agree on how answers travel, before the first of them; how, and why so.
+
+        Raises ConfigError where transport "shm" is impossible, EngineError where the engine cannot be asked.
+        """
+        if self._transport == "msgpack":
+            return "msgpack (rollout.transport)"
+        problem = await self._no_shared_memory()
+        if problem is None:
+            self._accepted = replace(self._accepted, shared=True)
+            return "shm: engine and readers share a host"
+        if self._transport == "shm":
+            raise ConfigError(f'rollout.transport = "shm": engine {self.url} {problem}; use "msgpack" or "auto"')
+        return f"msgpack: engine {self.url} {problem}"
+
+    async def _no_shared_memory(self) -> str | None:
+        """Why the engine's answers cannot come in shared memory; None where they can."""
+        if not supported():
+            return "and this process have no memfd on this system"
+        try:
+            info = (await self._http.get("/server_info", timeout=10.0)).json()
+        except (httpx.TransportError, ValueError) as error:
+            raise EngineError(f"engine {self.url} does not say what it is: {error}") from error
+        if "shared_memory" not in info:
+            return "offers no shared memory"
+        others = sorted(self._hosts - {info["host"]})
+        return f"is on host {info['host']}, answers are read on {', '.join(others)}" if others else None
+
+    async def generate(self, request: GenerateRequest) -> Answer:
+        """The response as it came. Raises RequestError (refused), EngineError (failed, died, busy for too long)."""
+        body, path = request.model_dump(mode="json", exclude_none=True), "/rollout/generate"
+        response = await self._open(path, body, headers=self._accepted.headers())
+        try:
+            return await receive(response, self._pool)
+        except httpx.TransportError as error:
+            raise self._dropped(path, error) from error
+        finally:
+            await response.aclose()
 
     async def update_weights(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Make the engine take the announced weights; its certificate, compared with the manifest.
@@ -96,15 +156,31 @@ class EngineClient:
             return False
 
     async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        """Retries only what the engine cannot have begun: 503 and a refused connection."""
+        response = await self._open(path, body)
+        try:
+            await response.aread()
+        except httpx.TransportError as error:
+            raise self._dropped(path, error) from error
+        finally:
+            await response.aclose()
+        return response
+
+    async def _open(
+        self, path: str, body: dict[str, Any], *, headers: Mapping[str, str] | None = None
+    ) -> httpx.Response:
+        """A response that is not read yet. Retries only what the engine cannot have begun: 503, a refused connection."""
         start, pause = time.monotonic(), _FIRST_PAUSE_S
         while True:
             try:
-                response = await self._http.post(path, json=body)
+                response = await self._http.send(
+                    self._http.build_request("POST", path, json=body, headers=headers), stream=True
+                )
+                if not response.is_success:
+                    await response.aread()
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 problem, patience = f"cannot be reached: {error}", self._refused_s
             except httpx.TransportError as error:
-                raise EngineError(f"engine {self.url} dropped {path}: {type(error).__name__} {error}") from error
+                raise self._dropped(path, error) from error
             else:
                 if response.status_code != 503:
                     return self._checked(response, path)
@@ -113,6 +189,9 @@ class EngineClient:
                 raise EngineError(f"engine {self.url} {problem} (tried for {patience} s)")
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _dropped(self, path: str, error: httpx.TransportError) -> EngineError:
+        return EngineError(f"engine {self.url} dropped {path}: {type(error).__name__} {error}")
 
     def _checked(self, response: httpx.Response, path: str) -> httpx.Response:
         if response.status_code >= 500:

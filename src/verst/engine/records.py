@@ -52,6 +52,8 @@ def sample_records(
 ) -> list[dict[str, Any]]:
     """One record a sample, with all streams: the first in the contract's fields, the others in `extra_streams`.
 
+    Large tensors stay on the engine's device: who encodes the records brings them over, once.
+
     rollout: empty for plain sampling. decoded: None where the request wants no media.
 
     `timings` (seconds) is shared by the records, so that the queue's share can be added later.
@@ -103,12 +105,12 @@ def _media(job: Resolved, decoded: Decoded | None) -> list[dict[str, Any]]:
     if decoded is None:
         return [dict.fromkeys(("generated_output", "media", "audio", "sample_rate"))] * count
     pixels, audio = decoded.pixels, decoded.audio
-    media = to_uint8(pixels).cpu() if job.request.media_format == "uint8" else None
+    media = to_uint8(pixels) if job.request.media_format == "uint8" else None
     return [
         {
             "generated_output": _channels_first(pixels[row]) if media is None else None,
             "media": None if media is None else media[row],
-            "audio": None if audio is None else audio[row].cpu(),
+            "audio": None if audio is None else audio[row],
             "sample_rate": decoded.sample_rate,
         }
         for row in range(count)
@@ -117,7 +119,7 @@ def _media(job: Resolved, decoded: Decoded | None) -> list[dict[str, Any]]:
 
 def _channels_first(pixels: Tensor) -> Tensor:
     """[F, 3, H, W] -> [3, H, W] for an image, [3, F, H, W] for a video."""
-    return pixels[0].cpu() if len(pixels) == 1 else pixels.transpose(0, 1).cpu()
+    return pixels[0] if len(pixels) == 1 else pixels.transpose(0, 1)
 
 
 def _trajectory(path: StreamTrajectory) -> dict[str, Tensor]:

@@ -19,9 +19,11 @@ from starlette.applications import Starlette
 import verst
 from verst.engine.app import create_app
 from verst.engine.batching import Batcher
+from verst.engine.blocks import BlockPool, supported
 from verst.engine.worker import Worker
 from verst.errors import ConfigError, EngineError
 from verst.flow.determinism import make_deterministic
+from verst.weights.block import host_identity
 from verst.weights.loan import Loan
 
 _log = logging.getLogger(__name__)
@@ -46,8 +48,12 @@ class EngineServer:
         request_timeout_s: float = 600.0,
         prompt_cache_bytes: int = 256 * 2**20,
         loan: Loan | None = None,
+        shared_bytes: int = 4 * 2**30,
     ) -> None:
-        """port 0 takes any free one; threads 0 leaves torch's number as it is. loan: see Worker."""
+        """port 0 takes any free one; threads 0 leaves torch's number as it is. loan: see Worker.
+
+        shared_bytes: most shared memory for answers to clients of this host; 0 = none.
+        """
         self._folder, self._dtype, self._device = folder, dtype, torch.device(device)
         self._fp32_modules = fp32_modules
         self._host, self._port = host, port
@@ -56,6 +62,7 @@ class EngineServer:
         self._loan = loan
         self._limits = {"max_batch": max_batch, "queue_size": queue_size}
         self._request_timeout_s = request_timeout_s
+        self._pool = BlockPool(shared_bytes, device=self._device) if shared_bytes and supported() else None
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._server: uvicorn.Server | None = None
@@ -116,6 +123,8 @@ class EngineServer:
             self._thread = None
         if self._socket is not None:
             self._socket.close()
+        if self._pool is not None:
+            self._pool.close()
 
     def _bind(self) -> None:
         family, kind, proto, _, address = _resolve(self._host, self._port)
@@ -164,6 +173,7 @@ class EngineServer:
             "dtype": str(self._dtype).removeprefix("torch."),
             "device": str(self._device),
             "deterministic": self._deterministic,
+            "host": host_identity(),
             **self._limits,
         }
 
@@ -183,7 +193,7 @@ class EngineServer:
             task.cancel()
             await asyncio.wait({task})
 
-        return create_app(batcher, info=info, lifespan=lifespan)
+        return create_app(batcher, info=info, pool=self._pool, lifespan=lifespan)
 
     def _load(self) -> Worker:
         if self._threads > 0:

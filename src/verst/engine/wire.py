@@ -1,70 +1,120 @@
-"""What crosses the wire: the request record, and the response as msgpack with tensors as safetensors bytes.
+"""What crosses the wire: the request record, and the response as msgpack, with its tensors in it or in a shared block.
 
-A response is a list of dicts, one a sample. A tensor is `{"__tensor__": true, "data": a safetensors file with the one
-key "t", "shape": [...], "dtype": "torch.float32"}`, everywhere.
+A response is a list of dicts, one a sample; see `codec` for how a tensor stands in it.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import msgpack
-import safetensors.torch
 import torch
 from torch import Tensor
 
+from verst.engine.blocks import ALIGNMENT, BlockHandle, BlockPool
+from verst.engine.codec import Reader, Writer
 from verst.engine.request import GenerateRequest
 from verst.errors import EngineError
 from verst.types import Conditioning, Geometry, Microgroup, Sample, SampleKey, StreamTrajectory
 
-__all__ = ["GenerateRequest", "decode_response", "encode_response", "to_microgroup"]
+__all__ = ["Answer", "GenerateRequest", "decode_response", "encode_response", "share_response", "to_microgroup"]
 
-_DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""safetensors' names."""
+SHARED_BYTES = 4096
+"""Tensors of at least this size go into the shared block, smaller ones into the message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A response as it was received. Who has it holds the shared memory that it lies in."""
+
+    body: bytes | Tensor
+    """The message; a tensor is uint8 [n], e.g. in a block."""
+    shared: Tensor | None = None
+    """uint8 [n]: the block that the message's larger tensors lie in."""
+
+    def portable(self) -> bytes:
+        """The same response by itself, as an engine would have sent it to another host."""
+        if self.shared is not None:
+            return encode_response(decode_response(self))
+        return self.body if isinstance(self.body, bytes) else self.body.numpy().tobytes()
 
 
 def encode_response(samples: Sequence[dict[str, Any]]) -> bytes:
     """The msgpack body of a response; tensors may stand anywhere in the nested records."""
-    return msgpack.packb(list(samples), default=_encode_tensor, use_bin_type=True)
+    return b"".join(response_parts(samples))
 
 
-def decode_response(payload: bytes) -> list[dict[str, Any]]:
-    """The samples' records. Tensors are views of the unpacked bytes, not copies: do not write into them.
+def response_parts(samples: Sequence[dict[str, Any]]) -> list[bytes | memoryview]:
+    """The same body in parts, which are views of the tensors where these lie on the CPU."""
+    writer = Writer()
+    writer.write(list(samples))
+    return writer.parts()
 
-    Raises EngineError for bytes that are no response.
+
+def share_response(samples: Sequence[dict[str, Any]], pool: BlockPool) -> tuple[bytes, BlockHandle] | None:
+    """The body of a response whose larger tensors are copied into a block of `pool`, once, from whatever device.
+
+    Equal tensors of the samples lie beside each other. None: no room, or nothing large enough.
     """
+    by_path: dict[tuple[Any, ...], list[Tensor]] = {}
+    for path, tensor in _tensors(samples):
+        if tensor.numel() * tensor.element_size() >= SHARED_BYTES:
+            by_path.setdefault(path[1:], []).append(tensor)
+    places: dict[int, int] = {}
+    total = 0
+    for tensor in (tensor for alike in by_path.values() for tensor in alike):
+        if id(tensor) not in places:
+            places[id(tensor)] = total
+            total += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+    block = pool.take(total) if total else None
+    if block is None:
+        return None
+    try:
+        devices = set()
+        for tensor in (tensor for alike in by_path.values() for tensor in alike):
+            start = places[id(tensor)]
+            target = block.data[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype)
+            target.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+            devices.add(tensor.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        writer = Writer(places)
+        writer.write(list(samples))
+        body = b"".join(writer.parts())
+    except BaseException:
+        pool.put_back(block)
+        raise
+    return body, pool.grant(block, total)
+
+
+def decode_response(answer: Answer | bytes) -> list[dict[str, Any]]:
+    """The samples' records. Tensors are views of what was received, not copies: do not write into them.
+
+    Raises EngineError for what is no response.
+    """
+    if isinstance(answer, bytes):
+        answer = Answer(body=answer)
+    data = memoryview(answer.body) if isinstance(answer.body, bytes) else answer.body.numpy().data
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            samples = msgpack.unpackb(payload, object_hook=_decode_tensor, strict_map_key=False)
-    except (ValueError, KeyError, msgpack.UnpackException) as error:
+            samples = Reader(data, answer.shared).read()
+    except (ValueError, LookupError, TypeError, RuntimeError, OverflowError) as error:
         raise EngineError(f"an engine's response cannot be read: {error!r}") from error
     if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
         raise EngineError("an engine's response is not a list of samples")
     return samples
 
 
-def to_microgroup(payload: bytes, keys: Sequence[SampleKey]) -> Microgroup:
+def to_microgroup(answer: Answer | bytes, keys: Sequence[SampleKey]) -> Microgroup:
     """The response of one request as typed records; `keys` name its samples in order.
 
     Pure, for a pool of parser processes. Raises EngineError when the response is not of these samples.
     """
-    records = decode_response(payload)
+    records = decode_response(answer)
     if len(records) != len(keys):
         raise EngineError(f"an engine answered {len(records)} samples, {len(keys)} were asked for")
     absent = [name for name in ("echo", "weight_version") if records[0].get(name) is None]
@@ -83,32 +133,13 @@ def to_microgroup(payload: bytes, keys: Sequence[SampleKey]) -> Microgroup:
     )
 
 
-def _encode_tensor(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"a response cannot carry a {type(value).__name__}")
-    tensor = value.detach().cpu().contiguous()
-    return {
-        "__tensor__": True,
-        "data": safetensors.torch.save({"t": tensor}),
-        "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype),
-    }
-
-
-def _decode_tensor(record: dict[str, Any]) -> Any:
-    if record.get("__tensor__") is not True:
-        return record
-    data: bytes = record["data"]
-    size = int.from_bytes(data[:8], "little")
-    entry = json.loads(data[8 : 8 + size])["t"]
-    start, end = entry["data_offsets"]
-    dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
-    count = math.prod(shape)
-    if end - start != count * dtype.itemsize or 8 + size + end > len(data):
-        raise ValueError(f"a tensor of shape {shape} and dtype {dtype} has {len(data) - 8 - size} bytes")
-    if count == 0:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=8 + size + start).view(shape)
+def _tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """Every tensor of nested records, and the keys and indices that lead to it."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors(item, (*path, key))
 
 
 def _sample(record: dict[str, Any], key: SampleKey) -> Sample:

@@ -130,7 +130,7 @@ class FlowRolloutController:
         return self._round(x_next, model_output.dtype)
 
     def finalize(self, final: Tensor, *, timesteps: Tensor) -> list[StreamTrajectory]:
-        """One trajectory a sample, on the CPU. final: this rank's part after the last step; timesteps: [T] as fed.
+        """One trajectory a sample; its latents are where the loop computed, the rest is on the CPU. final: this rank's part after the last step; timesteps: [T] as fed.
 
         A collective when sharded. Raises InvariantError when steps are missing.
         """
@@ -145,7 +145,7 @@ class FlowRolloutController:
         latents = torch.empty((len(final), 0, *self._latent_shape[1:]), dtype=self._options.storage_dtype)
         if steps:
             stacked = torch.stack([self._latents[i] for i in steps], dim=1)
-            latents = self._full(stacked.flatten(0, 1)).unflatten(0, stacked.shape[:2]).cpu()
+            latents = self._full(stacked.flatten(0, 1)).unflatten(0, stacked.shape[:2])
         log_probs = torch.stack([self._log_probs[i] for i in range(self._num_steps)], dim=1).cpu()
         return [
             StreamTrajectory(

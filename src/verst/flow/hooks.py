@@ -3,7 +3,7 @@
     rollout = prepare_rollout(options, streams)          # one controller a stream, on full shapes
     rollout.init(conditioning)                           # what the trainer will replay
     latents = denoise(velocity, latents, schedulers, transitions=rollout.transitions)
-    result = rollout.finalize(latents, timesteps)        # gathered, on the CPU
+    result = rollout.finalize(latents, timesteps)        # gathered
 
 With options None (a serving request) every hook does nothing and `transitions` is empty: the loop then is plain
 sampling. A loop with an update of its own passes a builder of its own, and calls the controllers' `transition` itself.
@@ -48,7 +48,7 @@ class BuildController(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutResult:
-    """What a request's rollout left behind, on the CPU; empty for a serving request."""
+    """What a request's rollout left behind, latents where the loop computed; empty for a serving request."""
 
     trajectories: dict[str, list[StreamTrajectory]] = field(default_factory=dict)
     """stream -> one a sample."""

@@ -11,7 +11,7 @@ import torch
 from verst.config.recipe import RlRecipe, gold_names
 from verst.engine.client import check_echo
 from verst.engine.resolve import resolve
-from verst.engine.wire import encode_response, to_microgroup
+from verst.engine.wire import Answer, encode_response, to_microgroup
 from verst.engine.worker import Worker
 from verst.flow.determinism import make_deterministic
 from verst.loops.prompt_checks import check_prompts
@@ -43,14 +43,14 @@ async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool
         recipe.judges, local_pools(recipe.judges), group_size=recipe.rollout.group_size, always=gold_names(recipe)
     )
 
-    async def generate(task: MicrogroupTask) -> bytes:
+    async def generate(task: MicrogroupTask) -> Answer:
         (records,) = worker.generate([resolve(task.request, worker.components)])
         if isinstance(records, Exception):
             raise records
-        return encode_response(records)
+        return Answer(body=encode_response(records))
 
-    async def parse(payload: bytes, keys: Sequence[SampleKey]) -> Microgroup:
-        return await asyncio.to_thread(to_microgroup, payload, keys)
+    async def parse(answer: Answer, keys: Sequence[SampleKey]) -> Microgroup:
+        return await asyncio.to_thread(to_microgroup, answer, keys)
 
     def check(task: MicrogroupTask, microgroup: Microgroup, weight_version: int) -> None:
         check_echo(task.request, microgroup.echo, weight_version=weight_version)

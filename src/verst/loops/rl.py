@@ -91,7 +91,7 @@ class Run:
         stages: dict[str, Any] = {"generate": engines.generate, "parse": cluster.parse, "check": engines.check}
         self._staleness = recipe.schedule.staleness
         keep = self._staleness > 0 or recipe.rollout.dynamic.staleness > 0
-        pipeline = Pipeline(**stages, score=cluster.score, on_span=report.span, keep_payloads=keep)
+        pipeline = Pipeline(**stages, score=cluster.score, on_span=report.span, keep_answers=keep)
         self._ahead = Ahead(recipe, Sampler(recipe, source, pipeline, filters))
         self._evaluation = Pipeline(**stages, score=cluster.score_all, on_span=report.span)
 
@@ -100,6 +100,8 @@ class Run:
         recipe = self._recipe
         self._folder.write_processes(await self._cluster.pids())
         self._report.status(self._cluster.sync_choice)
+        for choice in dict.fromkeys(self._cluster.transports):
+            self._report.status(f"samples by {choice}")
         await ask_engine(recipe, self._cluster.engines, self._source.prompts, self._heldout)
         if not recipe.decodes_heldout:
             self._report.notice(

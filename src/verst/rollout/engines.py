@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from verst.engine.client import EngineClient, check_certificate, check_echo
-from verst.engine.wire import GenerateRequest
+from verst.engine.wire import Answer, GenerateRequest
 from verst.errors import EchoError, InvariantError
 from verst.rollout.pipeline import first_failure
 from verst.rollout.plan import MicrogroupTask
@@ -22,7 +22,7 @@ class EnginePool:
         self._in_flight = [0] * len(clients)
         self._slots = asyncio.Semaphore(per_engine * len(clients))
 
-    async def generate(self, task: MicrogroupTask) -> bytes:
+    async def generate(self, task: MicrogroupTask) -> Answer:
         async with self._slots:
             index = min(range(len(self._clients)), key=self._in_flight.__getitem__)
             self._in_flight[index] += 1
@@ -64,6 +64,10 @@ class EnginePool:
         if digest is not None:
             for client, task in zip(self._clients, taken, strict=True):
                 check_certificate({**manifest, "digest": sent.result()}, task.result(), engine=client.url)
+
+    async def negotiate(self) -> list[str]:
+        """How the answers of each engine travel, and why. Raises ConfigError where they cannot as the recipe says."""
+        return [await client.negotiate() for client in self._clients]
 
     async def check_prompts(self, prompts: Sequence[str], *, max_sequence_length: int) -> list[str]:
         """One line for each prompt that the model's encoders cannot take whole."""

@@ -1,7 +1,7 @@
 """Sampled groups that outlive the process: files of a checkpoint, from which they are made again bit for bit.
 
 `index.json` of a folder says which they are (prompt position, rollout, number) and how they were scored; each
-microgroup's engine answer lies beside it as it came. What a group's requests were follows from the recipe, as it did
+microgroup's engine answer lies beside it as an engine sends it. What a group's requests were follows from the recipe, as it did
 the first time.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verst.engine.wire import Answer
 from verst.errors import CheckpointError
 from verst.rollout.pipeline import Parse, ScoredMicrogroup, assemble
 from verst.rollout.plan import MicrogroupTask
@@ -47,9 +48,9 @@ def to_files(groups: Sequence[SampledGroup], folder: str) -> dict[str, bytes]:
     for item in groups:
         rows = []
         for number, scored in enumerate(item.scored):
-            assert scored.payload is not None, "a pipeline whose groups are journaled keeps its payloads"
+            assert scored.answer is not None, "a pipeline whose groups are journaled keeps its answers"
             name = f"{folder}/{item.group.rollout}_{item.group.index}_{number}.msgpack"
-            files[name] = scored.payload
+            files[name] = scored.answer.portable()
             scores = {"by_reward": scored.scores.by_reward, "num_failures": scored.scores.num_failures}
             rows.append({"file": name, "scores": scores})
         index.append(
@@ -93,12 +94,12 @@ async def from_files(
 
 
 async def _restored(root: Path, task: MicrogroupTask, row: Mapping[str, Any], parse: Parse) -> ScoredMicrogroup:
-    payload = (root / row["file"]).read_bytes()
+    answer = Answer(body=(root / row["file"]).read_bytes())
     scores = row["scores"]
     by_reward = {name: tuple(values) for name, values in scores["by_reward"].items()}
     return ScoredMicrogroup(
         task=task,
-        microgroup=await parse(payload, task.keys),
+        microgroup=await parse(answer, task.keys),
         scores=Scores(by_reward=by_reward, num_failures=scores["num_failures"]),
-        payload=payload,
+        answer=answer,
     )

@@ -14,13 +14,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from verst.engine.wire import Answer
 from verst.errors import InvariantError
 from verst.rollout.plan import MicrogroupTask
 from verst.types import Group, Microgroup, SampleKey, Scores
 
 T = TypeVar("T")
-Generate = Callable[[MicrogroupTask], Awaitable[bytes]]
-Parse = Callable[[bytes, Sequence[SampleKey]], Awaitable[Microgroup]]
+Generate = Callable[[MicrogroupTask], Awaitable[Answer]]
+Parse = Callable[[Answer, Sequence[SampleKey]], Awaitable[Microgroup]]
 Check = Callable[[MicrogroupTask, Microgroup, int], None]
 """(task, what came of it, intended weight version). Raises EchoError where the engine did something else."""
 Score = Callable[[MicrogroupTask, Microgroup], Awaitable[Scores]]
@@ -42,7 +43,7 @@ class ScoredMicrogroup:
     task: MicrogroupTask
     microgroup: Microgroup
     scores: Scores
-    payload: bytes | None = None
+    answer: Answer | None = None
     """The engine's answer as it came, where the pipeline keeps it."""
 
 
@@ -55,15 +56,15 @@ class Pipeline:
         check: Check,
         score: Score,
         on_span: OnSpan | None = None,
-        keep_payloads: bool = False,
+        keep_answers: bool = False,
     ) -> None:
-        """keep_payloads: for microgroups that may have to outlive the process."""
+        """keep_answers: for microgroups that may have to outlive the process."""
         self._generate = generate
         self._parse = parse
         self._check = check
         self._score = score
         self._on_span = on_span
-        self._keep_payloads = keep_payloads
+        self._keep_answers = keep_answers
 
     async def run(
         self,
@@ -92,14 +93,14 @@ class Pipeline:
     async def _microgroup(
         self, task: MicrogroupTask, stages: dict[str, float], weight_version: int, on_generated: Callable[[], None]
     ) -> ScoredMicrogroup:
-        payload = await self._timed("generate", task, stages, self._generate(task))
+        answer = await self._timed("generate", task, stages, self._generate(task))
         stages["last_generated"] = time.perf_counter()
         on_generated()
-        microgroup = await self._timed("deserialize", task, stages, self._parse(payload, task.keys))
+        microgroup = await self._timed("deserialize", task, stages, self._parse(answer, task.keys))
         self._check(task, microgroup, weight_version)
         scores = await self._timed("reward", task, stages, self._score(task, microgroup))
-        kept = payload if self._keep_payloads else None
-        return ScoredMicrogroup(task=task, microgroup=microgroup, scores=scores, payload=kept)
+        kept = answer if self._keep_answers else None
+        return ScoredMicrogroup(task=task, microgroup=microgroup, scores=scores, answer=kept)
 
     async def _timed(self, stage: str, task: MicrogroupTask, stages: dict[str, float], work: Awaitable[Any]) -> Any:
         start, wall = time.perf_counter(), time.time()

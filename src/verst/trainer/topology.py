@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
 
 from verst.errors import ConfigError
+from verst.weights.block import host_identity
 
 TransportName = Literal["shm", "cuda_ipc", "collective"]
 
@@ -32,13 +29,8 @@ class Place:
 
 def here(device: torch.device) -> Place:
     """The place of this process."""
-    boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    parts = [socket.gethostname(), platform.system()]
-    parts += [boot.read_text().strip()] if boot.exists() else []
-    # Shared blocks are opened through /proc, which shows the processes of one pid namespace only.
-    parts += [os.readlink(space)] if space.is_symlink() else []
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
-    return Place(host=" ".join(parts), device=gpu)
+    return Place(host=host_identity(), device=gpu)
 
 
 def choose(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
+import socket
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -23,16 +25,17 @@ from verst.errors import SyncError
 class SharedBlock:
     """Writable on the side that makes it; `close` frees it once receivers have closed theirs."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, name: str = "verst-weights") -> None:
+        """name: what /proc shows it as; it opens nothing."""
         self._path: str | None = None
         if hasattr(os, "memfd_create"):
-            self._fd = os.memfd_create("verst-weights")
-            self.handle = f"/proc/{os.getpid()}/fd/{self._fd}"
+            self.fd = os.memfd_create(name)
+            self.handle = f"/proc/{os.getpid()}/fd/{self.fd}"
         else:
-            self._fd, self._path = tempfile.mkstemp(prefix="verst-weights-")
+            self.fd, self._path = tempfile.mkstemp(prefix=f"{name}-")
             self.handle = self._path
-        os.ftruncate(self._fd, nbytes)
-        self._map = mmap.mmap(self._fd, nbytes)
+        os.ftruncate(self.fd, nbytes)
+        self._map = mmap.mmap(self.fd, nbytes)
         self.nbytes = nbytes
         self.bytes: Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
         """[nbytes] uint8 view of the block."""
@@ -49,9 +52,19 @@ class SharedBlock:
         self._leave_file()
 
     def _leave_file(self) -> None:
-        os.close(self._fd)
+        os.close(self.fd)
         if self._path is not None:
             Path(self._path).unlink(missing_ok=True)
+
+
+def host_identity() -> str:
+    """Processes of equal identity can open each other's blocks, if they are one user's."""
+    boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    parts = [socket.gethostname(), platform.system()]
+    parts += [boot.read_text().strip()] if boot.exists() else []
+    # Blocks are opened through /proc, which shows the processes of one pid namespace only.
+    parts += [os.readlink(space)] if space.is_symlink() else []
+    return " ".join(parts)
 
 
 @contextmanager
