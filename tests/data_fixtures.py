@@ -19,9 +19,17 @@ def write_picture(path: Path, *, height: int = 40, width: int = 40, seed: int = 
 
 
 def write_clip(
-    path: Path, *, frames: int = 12, fps: int = 24, height: int = 32, width: int = 32, sound_s: float | None = None
+    path: Path,
+    *,
+    frames: int = 12,
+    fps: int = 24,
+    height: int = 32,
+    width: int = 32,
+    sound_s: float | None = None,
+    noise: bool = False,
 ) -> Path:
-    """Frame i is of grey level 15 i (modulo 256); sound: a stereo tone in AAC."""
+    """Frame i is of grey level 15 i (modulo 256), or noise of many bytes; sound: a stereo tone in AAC."""
+    rng = np.random.default_rng(0)
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(path, "w") as container:
         video: Any = container.add_stream("mpeg4", rate=fps)
@@ -31,7 +39,8 @@ def write_clip(
             audio = container.add_stream("aac", rate=16000)
             audio.layout = "stereo"
         for index in range(frames):
-            frame = av.VideoFrame.from_ndarray(np.full((height, width, 3), 15 * index % 256, np.uint8))
+            grey = np.full((height, width, 3), 15 * index % 256, np.uint8)
+            frame = av.VideoFrame.from_ndarray(rng.integers(0, 256, grey.shape, dtype=np.uint8) if noise else grey)
             container.mux(video.encode(frame))
         container.mux(video.encode(None))
         if audio is not None and sound_s is not None:

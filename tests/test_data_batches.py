@@ -8,10 +8,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from data_fixtures import write_clip, write_picture
-from family_fixtures import tiny_folder, tiny_image
+from data_fixtures import write_clip, write_float_sound, write_picture, write_sound
+from family_fixtures import tiny_folder, tiny_image, tiny_worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -230,6 +231,12 @@ def test_the_fingerprint_is_of_the_encoders(sd3: Components, tmp_path: Path) -> 
     data[-1] ^= 1
     weights.write_bytes(bytes(data))
     assert encoder_fingerprint(load()) != one
+    root = pictures(tmp_path / "set", {"a": (40, 40), "b": (50, 60)})
+    for components, misses in ((sd3, [2, 2]), (sd3, [0, 0]), (load(), [2, 2])):
+        data = dataset(FolderData(path=root), components, tmp_path, cache=tmp_path / "cache")
+        batch = data.batch(0)
+        data.condition(batch, ["", batch.items[1].caption])
+        assert [cache.num_misses for cache in data.caches] == misses
 
 
 def test_skipped_files_are_replaced_by_the_next_in_order(sd3: Components, tmp_path: Path) -> None:
@@ -264,6 +271,40 @@ def test_skipped_files_are_replaced_by_the_next_in_order(sd3: Components, tmp_pa
         (root / f"{name}.png").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match="none of 6 items of bucket 32x32x1 could be used"):
         dataset(FolderData(path=root, on_bad_file="skip"), sd3, tmp_path).batch(0)
+
+
+def test_broken_clips_and_sounds_are_skipped_by_name(tmp_path: Path) -> None:
+    """Of one batch of two whole clips: a file that is none, one cut off, one mute, one with a NaN in its sound."""
+    root = tmp_path / "set"
+    names = ["good1.mp4", "good2.mp4", "cut.mkv", "mute.mp4", "nan.mp4"]
+    for name in names:
+        noise = name == "cut.mkv"
+        write_clip(root / name, frames=12, sound_s=None if name == "mute.mp4" else 0.75, noise=noise)
+    (root / "text.mp4").write_text("this is no clip")
+    whole = (root / "cut.mkv").read_bytes()
+    (root / "cut.mkv").write_bytes(whole[: len(whole) // 2])
+    write_float_sound(root / "nan.wav", np.array([0.1, np.nan] * 8000))
+    write_sound(root / "sound.wav", seconds=1.0)
+    rows = [{"media": n, "caption": n, "audio": f"{'nan' if n.startswith('nan') else 'sound'}.wav"} for n in names]
+    rows += [
+        {"media": "text.mp4", "caption": "x", "audio": "sound.wav"},
+        {"media": "good1.mp4", "caption": "x", "audio": "no.wav"},
+    ]
+    rows[3]["audio"] = "mute.mp4"
+    (root / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    components = tiny_worker("ltx2").components
+    config = ManifestData(path=root / "set.jsonl", audio="audio", on_bad_file="skip")
+    data = dataset(config, components, tmp_path, frames=9)
+    captions = {item.caption for step in range(7) for item in data.batch(step).items}
+    assert captions == {"good1.mp4", "good2.mp4"}
+    found = [json.loads(line) for line in (tmp_path / "bad_files.jsonl").read_text().splitlines()]
+    reason = {row["file"]: row["reason"] for row in found}
+    named = sorted(text.split("(")[1] for text in reason)
+    assert [text.split(",")[0] for text in named] == ["cut.mkv", "good1.mp4", "mute.mp4", "nan.mp4", "text.mp4"]
+    assert "no.wav" in named[1]
+    assert any("cannot be read as a clip" in text for text in reason.values())
+    assert any("NaN" in text for text in reason.values())
+    assert any("has no sound" in text for text in reason.values())
 
 
 def test_bad_files_of_later_steps_are_forgotten_on_resume(tmp_path: Path) -> None:

@@ -166,6 +166,15 @@ def test_a_ragged_csv_and_one_that_is_not_utf8(tmp_path: Path) -> None:
         read_items(ManifestData(path=tmp_path / "latin.csv"), skipping(tmp_path))
 
 
+def test_a_csv_whose_quotes_do_not_close(tmp_path: Path) -> None:
+    (tmp_path / "set.csv").write_text('media,caption\na.png,one\nb.png,"two\nc.png,three\n')
+    with pytest.raises(DataError, match=r"set\.csv: the row that begins in line 3 is no CSV"):
+        read_items(ManifestData(path=tmp_path / "set.csv"), skipping(tmp_path))
+    (tmp_path / "set.csv").write_text('media,caption\na.png,"one\nand more"\nb.png,' + "x" * 200_000)
+    with pytest.raises(DataError, match=r"begins in line 4 is no CSV: field larger"):
+        read_items(ManifestData(path=tmp_path / "set.csv"), skipping(tmp_path))
+
+
 def test_parquet_of_a_wrong_type_or_no_parquet(tmp_path: Path) -> None:
     table = write_table(
         tmp_path / "set.parquet", [{"media": "a.png", "caption": 7}, {"media": "b.png", "caption": None}]
@@ -241,6 +250,27 @@ def test_a_truncated_shard_gives_what_is_whole(tmp_path: Path) -> None:
     assert "is no whole tar file" in reasons(tmp_path)["s.tar"]
 
 
+@pytest.mark.parametrize(("damage", "reason"), [("header", "is damaged at byte"), ("end", "may be cut off")])
+def test_a_shard_that_ends_too_early_is_named(tmp_path: Path, damage: str, reason: str) -> None:
+    """tarfile itself says nothing in either case, and gives the members before."""
+    png = write_picture(tmp_path / "x.png").read_bytes()
+    shard = tmp_path / "s.tar"
+    with tarfile.open(shard, "w") as tar:
+        for key in ("1", "2"):
+            add(tar, f"{key}.txt", key.encode())
+            add(tar, f"{key}.png", png)
+    with tarfile.open(shard) as tar:
+        second = tar.getmember("2.txt").offset
+    data = bytearray(shard.read_bytes())
+    data[second : second + 5] = b"xxxxx"
+    shard.write_bytes(bytes(data) if damage == "header" else bytes(data[:second]))
+    (item,) = read_items(WebDatasetData(shards=str(shard)), skipping(tmp_path))
+    assert item.caption == "1"
+    assert reason in reasons(tmp_path)["s.tar"]
+    with pytest.raises(DataError, match=reason):
+        read_items(WebDatasetData(shards=str(shard)), BadFiles(tmp_path / "stop.jsonl", "stop"))
+
+
 def test_patterns_of_shards(tmp_path: Path) -> None:
     for name in ("a-00.tar", "a-01.tar", "b.tar"):
         (tmp_path / name).touch()
@@ -293,6 +323,19 @@ def test_bad_pictures_and_clips(tmp_path: Path) -> None:
     write_clip(tmp_path / "none.mp4", frames=0, sound_s=0.2)
     with pytest.raises(DataError, match=r"no frames|no pictures|cannot be read|frames a second"):
         probe(ref(tmp_path / "none.mp4"))
+
+
+def test_a_clip_that_breaks_off_and_a_sound_that_is_none(tmp_path: Path) -> None:
+    clip = write_clip(tmp_path / "cut.mkv", frames=48, height=128, width=128, noise=True)
+    found = probe(ref(clip))
+    assert found.num_frames == 48
+    data = clip.read_bytes()
+    clip.write_bytes(data[: len(data) // 2])
+    with pytest.raises(DataError, match=r"header says 48 frames, and frame \d+ cannot be decoded|read as a clip"):
+        load_clip(ref(clip), window_of(found, num_frames=47, fps=24.0))
+    (tmp_path / "text.wav").write_text("this is no sound" * 100)
+    with pytest.raises(DataError, match="cannot be read as a clip"):
+        load_sound(ref(tmp_path / "text.wav"), start_s=0.0, seconds=0.1, sample_rate=16000, channels=1)
 
 
 def test_a_window_in_the_middle_of_a_clip_at_another_rate(tmp_path: Path) -> None:

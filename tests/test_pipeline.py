@@ -339,6 +339,25 @@ def test_rewards_see_the_samples_and_their_rows() -> None:
         reward_batch(task, mixed)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"media": torch.zeros(1, 2, 2, 3)}, "uint8 in 0..255, got torch.float32"),
+        ({"media": torch.zeros(3, 2, 2, dtype=torch.uint8)}, r"shape \[B, F, H, W, 3\], got \[2, 3, 2, 2\]"),
+        ({"media": torch.zeros(0, 2, 2, 3, dtype=torch.uint8)}, r"got \[2, 0, 2, 2, 3\]"),
+        ({"fps": 0.0}, "fps above 0 or None, got 0.0"),
+        ({"fps": math.nan}, "fps above 0 or None, got nan"),
+        ({"audio": torch.zeros(2, 7)}, "audio and sample_rate together"),
+    ],
+)
+def test_media_that_break_the_contract_reach_no_reward(wrong: dict[str, Any], message: str) -> None:
+    task = task_of(0, 0)
+    plain = microgroup_of(task.keys)
+    samples = tuple(dataclasses.replace(sample, **wrong) for sample in plain.samples)
+    with pytest.raises(RewardError, match=message):
+        reward_batch(task, dataclasses.replace(plain, samples=samples))
+
+
 class FakeClient:
     """Answers when told to, and counts; refuses weights when told so."""
 

@@ -382,13 +382,27 @@ def test_local_rewards_stop_or_mask_by_policy():
     assert scores.num_failures == 1
 
 
-def test_the_rewards_of_the_documentation_work(tmp_path, monkeypatch):
+@pytest.mark.parametrize("by", ["module", "entry_point"])
+def test_the_rewards_of_the_documentation_work(tmp_path, monkeypatch, by):
     text = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text()
     code = re.search(r"```python\n(# my_rewards\.py\n.*?)```", text, re.DOTALL)[1]
     tables = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL)]
+    assert len(code.splitlines()) < 30
     (tmp_path / "my_rewards.py").write_text(code)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    if by == "module":
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+    else:
+        points = next(table["project"]["entry-points"]["verst.rewards"] for table in tables if "project" in table)
+        info = tmp_path / "documented-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: documented\nVersion: 1.0\n")
+        lines = [f"{name} = {target}" for name, target in points.items()]
+        (info / "entry_points.txt").write_text("\n".join(["[verst.rewards]", *lines]))
+        monkeypatch.syspath_prepend(tmp_path)
+        tables = [{"rewards": [{**t, "path": t["name"]} if t.get("name") in points else t for t in table["rewards"]]}
+                  for table in tables if "rewards" in table]  # fmt: skip
     adapter = TypeAdapter(RewardConfig)
     configs = [adapter.validate_python(table) for block in tables for table in block.get("rewards", [])]
     assert {config.type for config in configs} >= {"python", "openai"}

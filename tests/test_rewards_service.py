@@ -189,6 +189,14 @@ def test_an_answer_that_is_none_is_a_failure(body, message):
         scored(HttpReward(url=url, attempts=2))
 
 
+def test_scores_that_are_not_finite_are_masked_and_counted():
+    answer = Response('{"scores": [NaN, Infinity]}', media_type="application/json")
+    with serving(lambda *_: answer) as (url, seen):
+        result = scored(HttpReward(url=url))
+    assert all(map(math.isnan, result.values))
+    assert (result.num_non_finite, result.num_failures, len(seen)) == (2, 0, 1)
+
+
 def test_garbage_silence_and_nobody_are_failures():
     async def silent():
         await asyncio.sleep(60)

@@ -71,9 +71,22 @@ def _index(shard: Path, bad: BadFiles) -> dict[str, dict[str, FileRef]]:
                     continue
                 name = f"{shard.name}:{member.name}"
                 group[suffix.lower()] = FileRef(path=shard, name=name, offset=member.offset_data, size=member.size)
+            else:
+                _check_end(shard, tar, bad)
     except tarfile.TarError as error:
         bad.add(shard.name, f"is no whole tar file: {error}; what comes before the damage is used")
     return groups
+
+
+def _check_end(shard: Path, tar: tarfile.TarFile, bad: BadFiles) -> None:
+    """tarfile takes a damaged header for the end of the archive, and so does it the end of a file that was cut."""
+    with shard.open("rb") as file:
+        file.seek(tar.offset)
+        header = file.read(tarfile.BLOCKSIZE)
+    if header.strip(b"\0"):
+        bad.add(shard.name, f"is damaged at byte {tar.offset}; what comes before it is used")
+    elif len(header) < tarfile.BLOCKSIZE:
+        bad.add(shard.name, "may be cut off: the zeros that end a tar file are not there; what is there is used")
 
 
 def _item(

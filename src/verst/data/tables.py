@@ -6,7 +6,7 @@ import csv
 import difflib
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,24 +91,26 @@ def _csv(path: Path) -> Table:
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         raise DataError(f"{path} line {line} is not UTF-8 ({error.reason}); save the table as UTF-8") from None
-    return Table(path=path, columns=_header(text), rows=tuple(_csv_rows(path.name, text)))
+    # Strict: an open quote would swallow all lines after it as one cell.
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    begun = 1
+    try:
+        header = next(reader, [])
+        rows = []
+        begun = reader.line_num + 1
+        for cells in reader:
+            if cells:
+                rows.append(_csv_row(f"{path.name} line {reader.line_num}", header, cells))
+            begun = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"{path}: the row that begins in line {begun} is no CSV: {error}") from None
+    return Table(path=path, columns=tuple(header), rows=tuple(rows))
 
 
-def _header(text: str) -> tuple[str, ...]:
-    return tuple(next(csv.reader(io.StringIO(text)), ()))
-
-
-def _csv_rows(name: str, text: str) -> Iterator[Row]:
-    reader = csv.reader(io.StringIO(text))
-    header = next(reader, [])
-    for cells in reader:
-        place = f"{name} line {reader.line_num}"
-        if not cells:
-            continue
-        if len(cells) != len(header):
-            yield Row(place=place, values={}, problem=f"has {len(cells)} cells under {len(header)} columns")
-            continue
-        yield Row(place=place, values=dict(zip(header, cells, strict=True)))
+def _csv_row(place: str, header: Sequence[str], cells: Sequence[str]) -> Row:
+    if len(cells) != len(header):
+        return Row(place=place, values={}, problem=f"has {len(cells)} cells under {len(header)} columns")
+    return Row(place=place, values=dict(zip(header, cells, strict=True)))
 
 
 def _parquet(path: Path) -> Table:
