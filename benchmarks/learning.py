@@ -57,6 +57,7 @@ class Case:
 CASES: dict[str, Case] = {
     "control": Case(recipe="glyphs_grpo", label="lr = 0", overrides=("trainer.lr=0.0",), unchanged=True),
     "flow_grpo": Case(recipe="glyphs_grpo", label="Flow-GRPO", at_least=0.80, iterations=120),
+    "async": Case(recipe="glyphs_grpo_async", label="Flow-GRPO, asynchronous", gain=0.1),
     "nft": Case(recipe="glyphs_nft", label="DiffusionNFT", at_least=0.93, iterations=160),
     "guard": Case(recipe="glyphs_guard", label="GRPO-Guard", gain=0.1),
     "fast": Case(recipe="glyphs_fast", label="Flow-GRPO-Fast", gain=0.1),

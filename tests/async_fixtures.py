@@ -22,14 +22,18 @@ from verst.loops.report import Report
 from verst.loops.rl import Run, resume_point
 from verst.loops.run_folder import RunFolder
 from verst.loops.stop import StopSignal
+from verst.rewards.local import LocalRewards
 from verst.rollout.engines import EnginePool
 from verst.rollout.filters import GroupFilters
 from verst.rollout.plan import MicrogroupTask
 from verst.rollout.prompts import PromptSource, read_prompts
+from verst.rollout.scoring import reward_batch
 from verst.trainer.rl import RlTrainer, UpdateMetrics
 from verst.types import Microgroup, SampleKey, Scores
 from verst.weights.manifest import verify
 
+DECOUPLED = 'algorithm={type="flow_grpo", old_log_probs="recompute", importance_cap=2.0, clip_low=0.01, clip_high=0.01}'
+"""What stale samples are trained with."""
 Hook = Callable[[str, int], bool | None]
 """(what is about to happen, how often it has happened before); raises to end the run there, True asks it to stop."""
 
@@ -113,7 +117,7 @@ class World:
     transports = ("msgpack: in this process",)
 
     def __init__(
-        self, trainer: RlTrainer, *, seed: int, hook: Hook, score: Callable[[SampleKey], float] | None
+        self, recipe: RlRecipe, trainer: RlTrainer, *, seed: int, hook: Hook, score: Callable[[SampleKey], float] | None
     ) -> None:
         """seed: of the delays."""
         self.trainer = Trainer(self, trainer)
@@ -121,9 +125,11 @@ class World:
         self.stop = StopSignal()
         self.evaluated: list[int] = []
         """Weight version of each answer to an evaluation."""
+        self.prompts: dict[tuple[int, int], str] = {}
+        """(rollout, group) -> its prompt."""
         self._rng = random.Random(seed)
         self._hook = hook
-        self._score = score
+        self._rewards, self._score = LocalRewards(recipe.rewards), score
         self.counted: dict[str, int] = {}
 
     async def delay(self) -> None:
@@ -154,13 +160,11 @@ class World:
     async def score(self, task: MicrogroupTask, microgroup: Microgroup) -> Scores:
         await self.delay()
         self.happens("score")
-        values = [
-            float(sample.media.float().mean()) / 255
-            if self._score is None or not task.request.rollout
-            else self._score(key)
-            for key, sample in zip(task.keys, microgroup.samples, strict=True)
-        ]
-        return Scores(by_reward={"jpeg_size": tuple(values)})
+        if task.request.rollout:
+            self.prompts[task.rollout, task.group] = task.prompts[0]
+        if self._score is not None and task.request.rollout:
+            return Scores(by_reward={"jpeg_size": tuple(self._score(key) for key in task.keys)})
+        return await self._rewards.score(reward_batch(task, microgroup))
 
     score_all = score_gold = score
 
@@ -176,12 +180,12 @@ def run_here(
     score: Callable[[SampleKey], float] | None = None,
     until: int | None = None,
 ) -> World:
-    """The run, from where its folder stands to its end. score: of training samples, unset: their brightness."""
+    """The run, from where its folder stands to its end. score: of training samples in place of the recipe's reward."""
     folder = RunFolder(recipe)
     report = Report(recipe, folder, quiet=True)
 
     async def drive(trainer: RlTrainer) -> World:
-        world = World(trainer, seed=seed, hook=hook, score=score)
+        world = World(recipe, trainer, seed=seed, hook=hook, score=score)
         source = PromptSource(recipe.prompts.train, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
         heldout = read_prompts(recipe.prompts.heldout)[: recipe.eval.num_prompts]
         run = Run(recipe, folder, report, world, source, heldout, GroupFilters(recipe))  # type: ignore[arg-type]

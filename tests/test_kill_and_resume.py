@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from run_fixtures import WORDS, final_tensors, learned, metric_rows, run_to_end, start_run, write_recipe
+from async_fixtures import DECOUPLED, run_here
+from run_fixtures import WORDS, final_tensors, learned, metric_rows, recipe_with, run_to_end, start_run, write_recipe
 
 from verst.errors import CheckpointError
 from verst.trainer import checkpoint
@@ -103,6 +104,30 @@ def test_dynamic_sampling_goes_on_with_the_groups_it_had_kept(tmp_path: Path, mo
         checkpoint.read_state(kept)
     payload.write_bytes(content)
     code, output = run_to_end(recipes[1], *changed)
+    assert code == 0, output
+    expected, got = final_tensors(calm / "runs" / "run"), final_tensors(run)
+    assert expected.keys() == got.keys()
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    assert [learned(row) for row in metric_rows(run)] == [learned(row) for row in metric_rows(calm / "runs" / "run")]
+
+
+def test_an_asynchronous_run_goes_on_with_what_it_had_sampled_ahead(tmp_path: Path) -> None:
+    """Against a run in one process, whose delays are others altogether."""
+    small = ("sampling.height=32", "sampling.width=32", "run.iterations=6", "checkpoint.every=2")
+    changed = (DECOUPLED, 'schedule={type="async", staleness=2}', *small)
+    calm, stormy = tmp_path / "calm", tmp_path / "stormy"
+    for folder in (calm, stormy):
+        folder.mkdir()
+    run_here(recipe_with(calm, *changed))
+    recipe, run = write_recipe(stormy, *changed), stormy / "runs" / "run"
+    process = start_run(recipe, *changed)
+    # After the checkpoint of 2: rollouts 2 and 3 stand in it, 4 is at the engine or in the trainer's way.
+    _wait_until(lambda: len(metric_rows(run)) > 3 or process.poll() is not None, "three iterations")
+    process.kill()
+    process.communicate(timeout=60)
+    kept = checkpoint.published(run / "checkpoints")[-1]
+    assert {path.name for path in (kept / "ahead").iterdir()} >= {"4"} or kept.name == "step_00000002"
+    code, output = run_to_end(recipe, *changed)
     assert code == 0, output
     expected, got = final_tensors(calm / "runs" / "run"), final_tensors(run)
     assert expected.keys() == got.keys()

@@ -44,6 +44,12 @@ def test_the_display_that_fits():
     live.close()
 
 
+def test_stages_of_an_asynchronous_run_are_those_that_add_up():
+    state = ProgressState(name="r", total=2)
+    state.add(1, METRICS | {"perf/wait_for_rollout_s": 1.25, "perf/wait_for_training_s": 0.0})
+    assert state.stages == {"wait for rollout": 1.25, "train": 0.5, "sync": 0.125}
+
+
 def test_lines_say_reward_heldout_split_and_time_left():
     screen = console(terminal=False)
     progress = make_progress(name="glyphs", total=101, console=screen)

@@ -16,7 +16,9 @@ from rich.text import Text
 from verst.obs.curve import WINDOW, moving_mean
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_STAGES = ("generate", "reward", "train", "sync")
+_IN_TURN = {"generate": "generate_s", "reward": "reward_s", "train": "train_s", "sync": "sync_s"}
+_SIDE_BY_SIDE = {"wait for rollout": "wait_for_rollout_s", "train": "train_s", "sync": "sync_s"}
+"""Stages that add up to an iteration, of a synchronous and an asynchronous run: label -> metric without `perf/`."""
 
 
 class Progress(Protocol):
@@ -64,7 +66,8 @@ class ProgressState:
             if name in metrics:
                 values.append(metrics[name])
         # A new dict: the display's thread may be walking through the old one.
-        self.stages = {stage: metrics[f"perf/{stage}_s"] for stage in _STAGES if f"perf/{stage}_s" in metrics}
+        stages = _SIDE_BY_SIDE if "perf/wait_for_rollout_s" in metrics else _IN_TURN
+        self.stages = {stage: metrics[f"perf/{name}"] for stage, name in stages.items() if f"perf/{name}" in metrics}
 
     @property
     def eta_s(self) -> float | None:
