@@ -121,10 +121,12 @@ def test_an_asynchronous_run_goes_on_with_what_it_had_sampled_ahead(tmp_path: Pa
     run_here(recipe_with(calm, *changed))
     recipe, run = write_recipe(stormy, *changed), stormy / "runs" / "run"
     process = start_run(recipe, *changed)
-    # After the checkpoint of 2: rollouts 2 and 3 stand in it, 4 is at the engine or in the trainer's way.
-    _wait_until(lambda: len(metric_rows(run)) > 3 or process.poll() is not None, "three iterations")
-    process.kill()
-    process.communicate(timeout=60)
+    try:
+        # After the checkpoint of 2: rollouts 2 and 3 stand in it, 4 is at the engine or in the trainer's way.
+        _wait_until(lambda: len(metric_rows(run)) > 3 or process.poll() is not None, "three iterations", timeout_s=400)
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
     kept = checkpoint.published(run / "checkpoints")[-1]
     assert {path.name for path in (kept / "ahead").iterdir()} >= {"4"} or kept.name == "step_00000002"
     code, output = run_to_end(recipe, *changed)

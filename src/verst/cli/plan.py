@@ -61,17 +61,20 @@ def _batch_table(recipe: RlRecipe) -> Table:
             "tiles",
             f"{plan.tiles_per_rank} of {recipe.trainer.tile_size} pairs on each of {recipe.trainer.ranks} ranks",
         ),
-        (
-            "ratio before an update",
-            "exactly 1: tiles have the engine's batch shape"
-            if plan.exact_ratio
-            else "1 to rounding: tiles and engine batches differ in shape",
-        ),
+        ("ratio before an update", _ratio(recipe, exact=plan.exact_ratio)),
         ("whole run", f"{recipe.run.iterations} iterations, {recipe.run.iterations * plan.samples} samples"),
     ]
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _ratio(recipe: RlRecipe, *, exact: bool) -> str:
+    if recipe.schedule.staleness:
+        return f"to samples that are up to {recipe.schedule.staleness} weight versions behind: docs/schedules.md"
+    if exact:
+        return "exactly 1: tiles have the engine's batch shape"
+    return "1 to rounding: tiles and engine batches differ in shape"
 
 
 def _process_table(recipe: RlRecipe) -> Table:

@@ -25,7 +25,7 @@ class BatchPlan:
     tiles_per_rank: int
     """Forward-backward passes of one rank in one optimizer step."""
     exact_ratio: bool
-    """Trainer tiles have the engine's batch geometry and LoRA form, so the ratio before an update is exactly 1."""
+    """Trainer tiles have the engine's batch geometry, LoRA form and weights, so the ratio before an update is exactly 1."""
 
 
 def batch_plan(recipe: RlRecipe) -> BatchPlan:
@@ -54,6 +54,7 @@ def batch_plan(recipe: RlRecipe) -> BatchPlan:
             recipe.run.deterministic
             and trainer.tile_size == rollout.microgroup_size
             and recipe.sync.lora != "merged_in_engine"
+            and not recipe.schedule.staleness
         ),
     )
 
