@@ -16,7 +16,7 @@ from torch.distributions import Normal
 from verst.engine.resolve import resolve
 from verst.engine.wire import decode_response, encode_response, to_microgroup
 from verst.engine.worker import Unavailable, Worker
-from verst.errors import EngineError, PromptError, SyncError
+from verst.errors import EngineError, PromptError, RequestError, SyncError
 from verst.families import ALL_PARTS, recognise
 from verst.flow import transitions
 from verst.types import Microgroup, StreamTrajectory
@@ -283,15 +283,51 @@ def test_numbers_that_are_not_finite_are_no_answer(folder: Path) -> None:  # noq
     assert "seeds [11, 12] are not finite" in str(result)
 
 
-def test_sleep_and_wake(folder: Path) -> None:  # noqa: F811
+def test_an_engine_asleep_holds_no_weights_and_wakes_with_the_same_bits(folder: Path) -> None:  # noqa: F811
     worker = Worker(folder)
     (before,) = made(worker, request())
+    held = worker.weight_bytes()
+    assert held == sum(t.nbytes for m in worker.modules.values() for t in (*m.parameters(), *m.buffers()))
     worker.sleep()
     worker.sleep()
+    assert worker.weight_bytes() == 0
+    assert all(t.numel() == 0 for m in worker.modules.values() for t in (*m.parameters(), *m.buffers()))
     with pytest.raises(Unavailable, match="resume"):
         made(worker, request())
+    for ask in (worker.checksums, lambda: worker.update_from_folder(folder, modules=["transformer"])):
+        with pytest.raises(RequestError, match="has released its memory: resume it"):
+            ask()
     worker.wake()
+    worker.wake()
+    assert worker.weight_bytes() == held
     assert equal(before, made(worker, request())[0])
+
+
+def test_weights_given_up_in_sleep_are_asked_for(folder: Path) -> None:  # noqa: F811
+    worker = Worker(folder)
+    (before,) = made(worker, request())
+    weights = {name: p.clone() for name, p in worker.components.transformer.named_parameters()}
+    for version in (1, 2):
+        worker.sleep("others")
+        assert worker.weight_bytes() == 0
+        worker.wake()
+        with pytest.raises(EngineError, match="given up while the engine slept; send them again"):
+            made(worker, request())
+        sender = ShmSender(rank=0, bucket_bytes=2**20)
+        dtypes = dict.fromkeys(weights, torch.float32)
+        manifest = sender.publish(Outgoing(version=version, tensors=weights, dtypes=dtypes, lora=None))
+        assert manifest is not None
+        worker.update_from_manifest(manifest)
+        sender.close()
+        assert equal(before, made(worker, request())[0])
+
+
+def test_a_base_that_no_update_brings_is_not_given_up(folder: Path) -> None:  # noqa: F811
+    worker = Worker(folder)
+    worker.attach_lora(LoraSpec(rank=2, alpha=4.0, targets=("attn.to_q",)))
+    with pytest.raises(RequestError, match=r"LoRA pairs alone, its base must be kept: all"):
+        worker.sleep("others")
+    assert made(worker, request())
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from engine_fixtures import made, request
 from run_fixtures import recipe_with, tiny_model
 from torch import nn
-from trainer_fixtures import LORA, groups_of, one_rank, shares_of
+from trainer_fixtures import LORA, groups_of, more_ranks, one_rank, rank_step, shares_of
 
 from verst.config import load_recipe
 from verst.engine.worker import Worker
@@ -101,6 +101,18 @@ def test_updates_keep_the_base_and_the_ratio_is_one(tmp_path: Path, pair: tuple[
         assert torch.equal(p, before[name])
 
 
+def test_two_ranks_with_whole_bases_step_as_two_that_shard_theirs(tmp_path: Path):
+    two = (LORA, "trainer.ranks=2", "engine.num=2")
+    shares = shares_of(recipe_with(tmp_path, *two))
+    for name, overrides in {"sharded": two, "whole": (*two, SHARED)}.items():
+        torch.save({"recipe": recipe_with(tmp_path, *overrides), "shares": shares}, tmp_path / f"{name}.case")
+    more_ranks(rank_step, tmp_path)
+    sharded, whole = (torch.load(tmp_path / f"{n}.rank1", weights_only=False) for n in ("sharded", "whole"))
+    assert sharded["metrics"] == whole["metrics"]
+    assert all(torch.equal(whole["weights"][name], value) for name, value in sharded["weights"].items())
+    assert whole["shards"] == sharded["shards"]
+
+
 def test_nothing_may_write_into_a_borrowed_base(pair: tuple[RlTrainer, Worker], tmp_path: Path):
     trainer, worker = pair
     manifest = trainer.publish(1)
@@ -113,6 +125,22 @@ def test_nothing_may_write_into_a_borrowed_base(pair: tuple[RlTrainer, Worker], 
         worker.update_from_folder(tiny_model(), modules=["transformer"])
     assert worker.checksums() == before
     assert made(worker, request())
+
+
+def test_an_engine_asleep_leaves_the_borrowed_base_alone(pair: tuple[RlTrainer, Worker]):
+    trainer, worker = pair
+    (before,) = made(worker, request())
+    weights = {name: p.clone() for name, p in frozen(trainer.transformer).items()}
+    own = worker.weight_bytes()
+    whole = Worker(tiny_model()).weight_bytes()
+    assert 0 < own < whole - sum(p.nbytes for p in weights.values()) * 0.9
+    worker.sleep()
+    assert worker.weight_bytes() == 0
+    assert all(torch.equal(p, weights[name]) for name, p in frozen(trainer.transformer).items())
+    worker.wake()
+    hand_over(trainer, worker, version=0)
+    (after,) = made(worker, request())
+    assert all(torch.equal(a.media, b.media) for a, b in zip(before.samples, after.samples, strict=True))
 
 
 @pytest.mark.parametrize(

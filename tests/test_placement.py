@@ -12,9 +12,18 @@ import ray
 from ray.cluster_utils import Cluster as Nodes
 from run_fixtures import recipe_with
 
+from verst.cluster.nodes import (
+    SharedFolders,
+    advertised,
+    check_addresses,
+    check_seen,
+    unseen,
+    with_absolute_paths,
+)
 from verst.cluster.placement import Placement, bundles_of, room_problem
 from verst.config import RlRecipe, load_recipe
 from verst.errors import ConfigError
+from verst.trainer.topology import Place
 
 GRPO = Path(__file__).parent / "data" / "grpo.toml"
 COLOCATED = 'cluster.placement={type="colocated"}'
@@ -50,6 +59,22 @@ def test_separate_processes_have_a_gpu_each_less_a_sliver_for_rewards():
 def test_colocated_needs_an_engine_for_each_rank():
     with pytest.raises(ConfigError, match=r"engine\.num = 1 and trainer\.ranks = 2; use engine\.num = 2"):
         recipe(COLOCATED, "trainer.ranks=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((SEPARATE, 'cluster.sleep.engine="host"'), r"placement\.type = separate frees GPUs that nobody else uses"),
+        (('cluster.sleep.engine="host"', 'schedule={type="async"}'), r"schedule\.staleness = 1 .*use off, or"),
+        (
+            ('cluster.sleep.engine="drop"', 'model.finetune={type="lora"}'),
+            r"finetune\.type = lora does not bring; use host",
+        ),
+    ],
+)
+def test_sleep_that_makes_no_sense_is_refused(overrides: tuple[str, ...], message: str):
+    with pytest.raises(ConfigError, match=message):
+        recipe(*overrides)
 
 
 @pytest.mark.parametrize(
@@ -128,3 +153,40 @@ def test_two_nodes(tmp_path: Path, two_nodes: str):
     assert len(set(placed["trainer"])) == 2
     with pytest.raises(ConfigError, match=r"0\.001 moon for trainer .*nodes have"):
         place('cluster.placement={type="separate", trainer_nodes="moon"}')
+
+
+def test_paths_are_absolute_where_they_lead_somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    table = with_absolute_paths(recipe('model.path="models/tiny"', 'run.folder="runs"'))
+    assert (table.model.path, table.run.folder) == (tmp_path / "models" / "tiny", tmp_path / "runs")
+    hub = with_absolute_paths(recipe('model.path="somebody/something"'))
+    assert hub.model.path == Path("somebody/something")
+
+
+def test_a_node_without_the_shared_folder_is_named(tmp_path: Path):
+    config = recipe(f'run.folder="{tmp_path}"', f'model.path="{tmp_path}"')
+    folders = SharedFolders(config)
+    assert unseen(folders.wanted) == []
+    folders.marks["run.folder"].unlink()
+    found = unseen(folders.wanted)
+    with pytest.raises(ConfigError, match=r"run\.folder = .* is not there for the trainer rank 1 on node 10\.0\.0\.2"):
+        check_seen([("trainer rank 0", "10.0.0.1", []), ("trainer rank 1", "10.0.0.2", found)], folders.wanted)
+    folders.remove()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_engines_that_only_their_own_machine_reaches_are_refused_elsewhere():
+    here, there = Place(host="a", device="cpu"), Place(host="b", device="cpu")
+    check_addresses("127.0.0.1", here, [here])
+    check_addresses(None, here, [there])
+    check_addresses("0.0.0.0", here, [there])
+    for host in ("127.0.0.1", "localhost", "::1"):
+        with pytest.raises(ConfigError, match=r"1 engines are on others than the driver: leave engine\.host unset"):
+            check_addresses(host, here, [here, there])
+
+
+def test_a_server_on_all_interfaces_advertises_its_nodes_address():
+    assert advertised("http://0.0.0.0:30000", "10.0.0.7") == "http://10.0.0.7:30000"
+    assert advertised("http://[::]:30000", "10.0.0.7") == "http://10.0.0.7:30000"
+    assert advertised("http://10.0.0.3:30000", "10.0.0.7") == "http://10.0.0.3:30000"

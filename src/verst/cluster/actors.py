@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import ray
 import torch
 
 from verst.algorithms.pairs import PairBlock
+from verst.cluster.nodes import advertised, unseen
 from verst.cluster.tensors import as_handles
 from verst.config.recipe import RlRecipe
 from verst.config.sections import ChosenSync, RewardConfig
@@ -35,6 +36,10 @@ class Process:
     def host(self) -> str:
         return host_identity()
 
+    def unseen(self, wanted: Mapping[str, Path]) -> tuple[str, list[str]]:
+        """This node's address, and the keys whose files are not there."""
+        return ray.util.get_node_ip_address(), unseen(wanted)
+
 
 class EngineActor(Process):
     """A native engine and its HTTP server."""
@@ -49,12 +54,13 @@ class EngineActor(Process):
     def start(self, timeout_s: float, loan: Any) -> str:
         """The URL, once the model is loaded. loan: of the trainer rank beside it."""
         recipe, engine = self._recipe, self._recipe.engine
+        node = _own_address(recipe)
         self._server = EngineServer(
             recipe.model.path,
             dtype=DTYPES[recipe.model.dtype],
             fp32_modules=recipe.model.fp32_modules,
             device=self._device,
-            host=engine.host,
+            host=engine.host or node,
             port=engine.port + self._index if engine.port else 0,
             deterministic=recipe.run.deterministic,
             max_batch=engine.max_batch,
@@ -66,7 +72,7 @@ class EngineActor(Process):
         )
         self._server.start()
         self._server.wait_ready(timeout_s)
-        return self._server.url
+        return advertised(self._server.url, node)
 
 
 class ParserActor(Process):
@@ -112,7 +118,7 @@ class TrainerActor(Process):
 
     def open(self) -> tuple[str, int]:
         """Rank 0: host and port of the store."""
-        host = "127.0.0.1" if self._recipe.cluster.address is None else ray.util.get_node_ip_address()
+        host = _own_address(self._recipe)
         self._store = open_store(host, 0, rank=0, world_size=self._recipe.trainer.ranks)
         return host, int(self._store.port)
 
@@ -137,7 +143,10 @@ class TrainerActor(Process):
         return self._trainer
 
     def update(self, steps: list[list[PairBlock]]) -> UpdateMetrics:
-        return self.trainer.update(steps)
+        metrics = self.trainer.update(steps)
+        if self._recipe.cluster.sleep.trainer and self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return metrics
 
     def publish(self, version: int, ema: bool, receivers: int) -> Any:
         return self.trainer.publish(version, ema=ema, receivers=receivers)
@@ -170,3 +179,8 @@ class TrainerActor(Process):
         if self._trainer is not None:
             self._trainer.close()
             self._trainer = None
+
+
+def _own_address(recipe: RlRecipe) -> str:
+    """Where processes of this node are reached: by those of the machine alone with a local Ray."""
+    return "127.0.0.1" if recipe.cluster.address is None else ray.util.get_node_ip_address()

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 
 from verst.algorithms.pairs import PairBlock
 from verst.cluster.actors import EngineActor, ParserActor, RewardActor, TrainerActor
 from verst.cluster.calls import ActorPool, all_of, result_of
+from verst.cluster.nodes import SharedFolders, check_addresses, check_seen, with_absolute_paths
 from verst.cluster.placement import Placement
 from verst.cluster.tensors import as_handles, to_same_host
 from verst.config.placement import ColocatedPlacement
@@ -35,7 +37,7 @@ from verst.rollout.engines import EnginePool
 from verst.rollout.plan import MicrogroupTask
 from verst.rollout.scoring import Scorer
 from verst.trainer.rl import UpdateMetrics
-from verst.trainer.topology import Place, choose
+from verst.trainer.topology import Place, choose, here
 from verst.types import Microgroup, SampleKey, Scores
 from verst.weights.block import host_identity
 
@@ -48,6 +50,8 @@ class Cluster:
     """Use as an async context manager; inside it every process is up."""
 
     def __init__(self, recipe: RlRecipe, *, cuda: bool) -> None:
+        if recipe.cluster.address is not None:
+            recipe = with_absolute_paths(recipe)
         self._recipe = recipe
         self._cuda = cuda
         self._device = "cuda" if cuda else "cpu"
@@ -96,6 +100,7 @@ class Cluster:
         # Worker processes of a local Ray inherit this; it must be there before they import torch.
         os.environ.update(environment)
         ray.init(
+            "local",  # whatever RAY_ADDRESS says
             num_cpus=cpus,
             include_dashboard=False,
             object_store_memory=config.object_store_bytes,
@@ -143,6 +148,8 @@ class Cluster:
         }
         self.trainer = TrainerGroup(ranks)
         sync = await self._choose_sync()
+        if recipe.cluster.address is not None:
+            await self._check_folders()
         urls, *_ = await asyncio.gather(
             self._load_models(sync),
             *(
@@ -166,6 +173,18 @@ class Cluster:
         self.engines = EnginePool(clients, per_engine=recipe.engine.queue_size)
         self.transports = await self.engines.negotiate()
 
+    async def _check_folders(self) -> None:
+        """Raises ConfigError, before a model is loaded, for a node that does not see what all of them need."""
+        folders = SharedFolders(self._recipe)
+        roles = [f"trainer rank {i}" for i in range(len(self.trainer.ranks))]
+        roles += [f"engine {i}" for i in range(len(self._engines))]
+        actors = (*self.trainer.ranks, *self._engines)
+        try:
+            found = await all_of([actor.unseen.remote(folders.wanted) for actor in actors], roles=roles)
+        finally:
+            folders.remove()
+        check_seen([(role, *seen) for role, seen in zip(roles, found, strict=True)], folders.wanted)
+
     async def _load_models(self, sync: ChosenSync) -> list[str]:
         """The engines' URLs, once trainer and engines have their weights."""
 
@@ -188,6 +207,7 @@ class Cluster:
         )
         trainer_places, engine_places = places[: len(ranks)], places[len(ranks) :]
         self._placement.verify(trainer_places, engine_places)
+        check_addresses(self._recipe.engine.host, here(torch.device("cpu")), engine_places)
         if not isinstance(config, AutoSync):
             self.sync_choice = f"weight sync by {config.type} (sync.type)"
             return config
@@ -195,8 +215,17 @@ class Cluster:
         self.sync_choice = f"weight sync by {name}: {why}"
         return chosen(config, name)
 
+    async def update(self, shares: Sequence[list[list[PairBlock]]]) -> UpdateMetrics:
+        """One share a rank: for each optimizer step its pair blocks. Engines may sleep meanwhile, and until a sync."""
+        sleep = self._recipe.cluster.sleep
+        if sleep.engine != "off":
+            await self.engines.sleep(keep="all" if sleep.engine == "host" else "others")
+        return await self.trainer.update(shares)
+
     async def sync(self, version: int, *, ema: bool = False) -> Mapping[str, Any]:
         """The trainer's weights into every engine, each with a certificate; the manifest. Raises SyncError."""
+        if self._recipe.cluster.sleep.engine != "off":
+            await self.engines.wake()
         manifests = await self.trainer.publish(version, ema=ema, receivers=len(self._engines))
         if len({manifest["digest"] for manifest in manifests}) > 1:
             raise SyncError(f"trainer ranks hold different weights of version {version}")
@@ -305,7 +334,7 @@ class TrainerGroup:
         await self._all("unpublish")
 
     async def save(self, root: Path, iteration: int) -> None:
-        await self._all("save", root, iteration)
+        await self._all("save", root.absolute(), iteration)
 
     async def saved(self) -> bool:
         """Whether all ranks have written what they staged. Raises CheckpointError."""
@@ -315,7 +344,7 @@ class TrainerGroup:
         await self._all("finish_save")
 
     async def load(self, folder: Path) -> None:
-        await self._all("load", folder)
+        await self._all("load", folder.absolute())
 
     async def scale_lr(self, scale: float) -> None:
         """Learning rates from now on are the schedule's times `scale`."""

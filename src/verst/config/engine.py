@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from verst.config.basis import PositiveFloat, PositiveInt, Section
-from verst.config.placement import FreePlacement, PlacementConfig
+from verst.config.placement import FreePlacement, PlacementConfig, SleepConfig
 
 
 class NativeEngine(Section):
@@ -20,8 +20,8 @@ class NativeEngine(Section):
     """Requests that may wait; one more is answered 503."""
     request_timeout_s: PositiveFloat = 600.0
     """Seconds one request may take, waiting included."""
-    host: str = "127.0.0.1"
-    """Address that the server listens on."""
+    host: str | None = None
+    """Address that the server listens on; it knows no passwords. Unset = 127.0.0.1 with a local Ray, and in a running cluster (cluster.address) the address of the engine's node there."""
     port: Annotated[int, Field(ge=0, le=65535, strict=True)] = 0
     """First engine's port, the next engines take the following ones; 0 = any free port."""
 
@@ -38,5 +38,7 @@ class ClusterConfig(Section):
     """Size of the local Ray's object store."""
     placement: PlacementConfig = FreePlacement()
     """Which nodes and GPUs trainer ranks and engines get."""
+    sleep: SleepConfig = SleepConfig()
+    """Memory that trainer and engine lend each other on a GPU that they share."""
     wait_s: PositiveFloat = 60.0
     """Seconds that a running cluster has to make room for `placement`; more where an autoscaler brings nodes."""

@@ -46,6 +46,33 @@ class SeparatePlacement(Section):
 PlacementConfig = Annotated[FreePlacement | ColocatedPlacement | SeparatePlacement, Field(discriminator="type")]
 
 
+class SleepConfig(Section):
+    """What colocated processes give back to each other while it is the other's turn."""
+
+    engine: Literal["off", "host", "drop"] = "off"
+    """While the trainer trains. host: an engine's weights wait in (pinned) host memory; drop: the transformer's are given up, for the next sync brings all of them (full fine-tuning)."""
+    trainer: Flag = False
+    """After an update a rank gives the GPU memory back that torch keeps for its next one. trainer.offload keeps optimizer state off the GPU altogether."""
+
+    def check(self, placement: str, *, staleness: int, finetune: str) -> None:
+        """Raises ConfigError. placement: cluster.placement.type; staleness: of [schedule]; finetune: model.finetune.type."""
+        if self.engine != "off" and placement == "separate":
+            raise ConfigError(
+                f"cluster.sleep.engine = {self.engine} with cluster.placement.type = separate frees GPUs that nobody else "
+                "uses; use off, or placement colocated"
+            )
+        if self.engine != "off" and staleness:
+            raise ConfigError(
+                f"cluster.sleep.engine = {self.engine}, but with schedule.staleness = {staleness} engines sample while the "
+                "trainer trains; use off, or schedule.type = sync"
+            )
+        if self.engine == "drop" and finetune != "full":
+            raise ConfigError(
+                f"cluster.sleep.engine = drop gives up weights that a sync with model.finetune.type = {finetune} does not "
+                "bring; use host"
+            )
+
+
 def check_placement(
     placement: FreePlacement | ColocatedPlacement | SeparatePlacement,
     *,

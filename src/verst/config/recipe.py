@@ -81,6 +81,9 @@ class RlRecipe(s.Section):
             lora_form=self.sync.lora,
             offloads=self.trainer.offload.parameters,
         )
+        self.cluster.sleep.check(
+            self.cluster.placement.type, staleness=self.schedule.staleness, finetune=self.model.finetune.type
+        )
         check_watch(
             self.watch,
             self.algorithm,

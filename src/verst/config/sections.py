@@ -46,6 +46,7 @@ from verst.config.placement import ColocatedPlacement as ColocatedPlacement
 from verst.config.placement import FreePlacement as FreePlacement
 from verst.config.placement import PlacementConfig as PlacementConfig
 from verst.config.placement import SeparatePlacement as SeparatePlacement
+from verst.config.placement import SleepConfig as SleepConfig
 from verst.config.precision import PrecisionConfig as PrecisionConfig
 from verst.config.rewards import AestheticReward as AestheticReward
 from verst.config.rewards import AvSyncReward as AvSyncReward

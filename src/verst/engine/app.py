@@ -8,7 +8,7 @@ import binascii
 import functools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import safetensors
 import safetensors.torch
@@ -60,6 +60,11 @@ class TensorCheck(_Body):
 
 class Checksums(_Body):
     module_names: list[str] | None = None
+
+
+class Release(_Body):
+    keep: Literal["all", "others"] = "all"
+    """others: the transformer's weights are given up, and the next update brings all of them."""
 
 
 class ManifestBody(_Body):
@@ -178,7 +183,8 @@ class Endpoints:
         return JSONResponse(await self._batcher.control(lambda worker: worker.checksums(body.module_names)))
 
     async def release_memory(self, request: Request) -> Response:
-        await self._batcher.control(Worker.sleep)
+        body = Release.model_validate_json(await request.body() or b"{}")
+        await self._batcher.control(lambda worker: worker.sleep(body.keep))
         return _answer(True, "memory released", 200, sleeping=True)
 
     async def resume_memory(self, request: Request) -> Response:

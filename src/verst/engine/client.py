@@ -142,8 +142,9 @@ class EngineClient:
         sums: dict[str, str] = (await self._post("/get_weights_checksum", body)).json()
         return sums
 
-    async def release_memory(self) -> None:
-        await self._post("/release_memory_occupation", {})
+    async def release_memory(self, *, keep: Literal["all", "others"] = "all") -> None:
+        """others: the transformer's weights are given up, and the next update brings all of them."""
+        await self._post("/release_memory_occupation", {} if keep == "all" else {"keep": keep})
 
     async def resume_memory(self) -> None:
         await self._post("/resume_memory_occupation", {})

@@ -18,6 +18,7 @@ from verst.engine.prefix import distinct_rows
 from verst.engine.prompts import PromptCache
 from verst.engine.records import Decoded, sample_records
 from verst.engine.resolve import Resolved
+from verst.engine.sleep import Keep, Sleep
 from verst.errors import EngineError, InvariantError, RequestError, SyncError
 from verst.families import ALL_PARTS, Components, recognise
 from verst.families.base import HasSound
@@ -81,6 +82,7 @@ class Worker:
         self.weight_version = -1
         """-1 until weights are handed over for the first time."""
         self.asleep = False
+        self._sleep = Sleep(self.components, self.receiver, base_is_borrowed=loan is not None)
         self.num_samples = 0
         """Made since the start."""
 
@@ -283,6 +285,7 @@ class Worker:
 
         Raises SyncError: nothing changed then, or it broke off in the middle, and `generate` refuses until it is made good.
         """
+        self._refuse_asleep()
         certificate = self.receiver.apply(manifest)
         self.weight_version = certificate["version"]
         return certificate
@@ -302,6 +305,7 @@ class Worker:
     def _update(
         self, updates: Sequence[tuple[str, Mapping[str, Tensor]]], *, complete: bool, version: int | None
     ) -> int:
+        self._refuse_asleep()
         if self.receiver.holds_merged_lora:
             raise SyncError(
                 "the engine adds a LoRA to weights that it keeps: send it a manifest, or restart the engine"
@@ -322,6 +326,7 @@ class Worker:
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, str]:
         """module -> SHA-256 over its tensors; "not_found" for a module that there is not."""
+        self._refuse_asleep()
         modules = self.modules
         return {
             name: module_weights.checksum(modules[name]) if name in modules else "not_found"
@@ -330,29 +335,32 @@ class Worker:
 
     def tensor_hashes(self, module: str) -> dict[str, str]:
         """tensor -> SHA-256 over its dtype, shape and bytes. Raises RequestError for an unknown module."""
+        self._refuse_asleep()
         return {name: module_weights.tensor_hash(t) for name, t in self._module(module).state_dict().items()}
 
-    def sleep(self) -> None:
-        """Move all modules to the CPU and forget prompt embeddings. Twice is no fault."""
-        self._move(torch.device("cpu"))
-        self.receiver.to(torch.device("cpu"))
-        self.prompt_cache.clear()
-        self.asleep = True
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+    def sleep(self, keep: Keep = "all") -> None:
+        """Give the memory of the weights back and forget prompt embeddings. Twice is no fault. See `Sleep.begin`."""
+        if not self.asleep:
+            self._sleep.begin(keep)
+            self.prompt_cache.clear()
+            self.asleep = True
 
     def wake(self) -> None:
-        self._move(self.device)
-        self.receiver.to(self.device)
-        self.asleep = False
+        if self.asleep:
+            self._sleep.end()
+            self.asleep = False
+
+    def weight_bytes(self) -> int:
+        """Of weights in memory of this process's own: none while it sleeps."""
+        return self._sleep.num_bytes()
+
+    def _refuse_asleep(self) -> None:
+        if self.asleep:
+            raise RequestError("the engine has released its memory: resume it before its weights are changed or read")
 
     @property
     def modules(self) -> dict[str, nn.Module]:
         return {name: m for name, m in self.components.modules.items() if isinstance(m, nn.Module)}
-
-    def _move(self, device: torch.device) -> None:
-        for module in self.modules.values():
-            module.to(device)
 
     def _module(self, name: str) -> nn.Module:
         if name not in self.modules:

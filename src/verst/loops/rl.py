@@ -188,7 +188,7 @@ class Run:
     async def _update(self, batch: Batch) -> tuple[UpdateMetrics | None, float]:
         """The optimizer steps of one rollout; None where no sample has anything to teach."""
         started = time.perf_counter()
-        update = await self._cluster.trainer.update(batch.shares) if batch.num_steps else None
+        update = await self._cluster.update(batch.shares) if batch.num_steps else None
         return update, time.perf_counter() - started
 
     async def _sync(self, version: int, *, ema: bool = False) -> tuple[dict[str, float], float]:

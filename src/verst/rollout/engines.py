@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from verst.engine.client import EngineClient, check_certificate, check_echo
 from verst.engine.wire import Answer, GenerateRequest
@@ -68,6 +68,13 @@ class EnginePool:
     async def negotiate(self) -> list[str]:
         """How the answers of each engine travel, and why. Raises ConfigError where they cannot as the recipe says."""
         return [await client.negotiate() for client in self._clients]
+
+    async def sleep(self, *, keep: Literal["all", "others"]) -> None:
+        """Every engine gives its memory back; see EngineClient.release_memory."""
+        await asyncio.gather(*(client.release_memory(keep=keep) for client in self._clients))
+
+    async def wake(self) -> None:
+        await asyncio.gather(*(client.resume_memory() for client in self._clients))
 
     async def check_prompts(self, prompts: Sequence[str], *, max_sequence_length: int) -> list[str]:
         """One line for each prompt that the model's encoders cannot take whole."""

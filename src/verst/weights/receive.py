@@ -56,6 +56,10 @@ class WeightReceiver:
                 self._forget_lora()
             raise
 
+    def forget_values(self) -> None:
+        """The module's weights were given up: it computes nothing until an update arrives whole."""
+        self.invalid = "they were given up while the engine slept"
+
     def to(self, device: torch.device) -> None:
         """Move what is kept beside the module."""
         if self._merged is not None:
