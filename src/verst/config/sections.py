@@ -42,6 +42,9 @@ from verst.config.filters import NoFilter as NoFilter
 from verst.config.filters import PythonFilter as PythonFilter
 from verst.config.filters import RewardRangeFilter as RewardRangeFilter
 from verst.config.filters import ZeroVarianceFilter as ZeroVarianceFilter
+from verst.config.optimizers import AdamW8bitOptimizer as AdamW8bitOptimizer
+from verst.config.optimizers import AdamWOptimizer as AdamWOptimizer
+from verst.config.optimizers import SgdOptimizer as SgdOptimizer
 from verst.config.placement import ColocatedPlacement as ColocatedPlacement
 from verst.config.placement import FreePlacement as FreePlacement
 from verst.config.placement import PlacementConfig as PlacementConfig

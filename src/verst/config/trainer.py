@@ -8,6 +8,7 @@ from pydantic import model_validator
 
 from verst.config.basis import Flag, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, UnitFloat
 from verst.config.checks import divides
+from verst.config.optimizers import AdamWOptimizer, OptimizerConfig, SgdOptimizer
 from verst.config.precision import PrecisionConfig
 from verst.errors import ConfigError
 
@@ -53,6 +54,8 @@ class TrainerConfig(Section):
     """Optimizer steps taken on one rollout; divides rollout.num_groups."""
     lr: NonNegativeFloat = 1e-4
     """Peak learning rate."""
+    optimizer: OptimizerConfig = AdamWOptimizer()
+    """What takes the steps; docs/precision.md."""
     betas: tuple[UnitFloat, UnitFloat] = (0.9, 0.999)
     """AdamW's moment decays."""
     adam_epsilon: PositiveFloat = 1e-8
@@ -103,6 +106,17 @@ class TrainerConfig(Section):
                 f"trainer.checkpoint_every = {self.checkpoint_every} with trainer.activation_checkpointing = "
                 f'"{self.activation_checkpointing}": only selective leaves blocks out; use "selective", or remove it'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer(self) -> TrainerConfig:
+        if isinstance(self.optimizer, SgdOptimizer):
+            for key in ("betas", "adam_epsilon"):
+                if key in self.model_fields_set:
+                    raise ConfigError(
+                        f'trainer.{key} = {getattr(self, key)} with trainer.optimizer.type = "sgd", which has no such '
+                        "number; remove it, or use adamw"
+                    )
         return self
 
     @property

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from verst.config.sections import TrainerConfig
 from verst.errors import InvariantError
 from verst.trainer.host import HostOptimizer, to_host
+from verst.trainer.optimizers import make_optimizer, state_tensors
 from verst.trainer.parallel import Layout
 from verst.trainer.scaler import LossScaler
 from verst.trainer.whole import full, reduce_whole, total_norm, whole_parameters
@@ -54,7 +55,7 @@ class StepMetrics:
 
 
 class Trainer:
-    """Owns the trained parameters of `modules`, their AdamW, learning-rate schedule and moving average.
+    """Owns the trained parameters of `modules`, their optimizer, learning-rate schedule and moving average.
 
     With a layout the modules are already sharded by FSDP2 over it and every rank makes the same calls.
     """
@@ -82,14 +83,7 @@ class Trainer:
         }
         if not self.named:
             raise InvariantError("nothing to train: no parameter of the trained modules requires a gradient")
-        self.optimizer = torch.optim.AdamW(
-            list(self.named.values()),
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-        )
-        self._fill_optimizer_state()
+        self.optimizer = make_optimizer(config, list(self.named.values()))
         self.num_steps = 0
         """Optimizer steps taken or, where float16 gradients overflowed, skipped."""
         self.lr_scale = 1.0
@@ -157,23 +151,12 @@ class Trainer:
     def tensors(self) -> dict[str, Tensor]:
         """Everything tensor-valued that a resumed run needs, by name; loading writes into these in place."""
         state = {f"model.{name}": p.detach() for name, p in self.named.items()}
-        for name, p in self.named.items():
-            for key in ("exp_avg", "exp_avg_sq", "step"):
-                state[f"optimizer.{name}.{key}"] = self.optimizer.state[p][key]
+        state |= {f"optimizer.{name}": value for name, value in state_tensors(self.optimizer, self.named).items()}
         if self.ema is not None:
             state |= {f"ema.{name}": value for name, value in self.ema.shadow.items()}
         if self._scaler is not None:
             state |= self._scaler.tensors()
         return state
-
-    def _fill_optimizer_state(self) -> None:
-        # AdamW would fill this at its first step; doing it now gives save and load the same tensors at any time.
-        for p in self.named.values():
-            self.optimizer.state[p] = {
-                "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
-            }
 
     def _backward(self, tiles: Sequence[Callable[[], TileLoss]]) -> tuple[float, dict[str, float], dict[str, float]]:
         # Only a module that every tile goes through may leave its gradients unreduced until the last one: of several
