@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import itertools
 import json
 import multiprocessing as mp
 import os
 import signal
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,12 +26,17 @@ from loop_fixtures import on_a_loop
 
 from verst.engine import blocks
 from verst.engine.blocks import BlockHandle, BlockPool, TensorHandle, handle_of, open_block, open_tensor
-from verst.engine.client import EngineClient
+from verst.engine.client import EngineClient, check_echo
+from verst.engine.resolve import resolve
 from verst.engine.server import EngineServer
 from verst.engine.transport import Accepted, receive, ship
-from verst.engine.wire import Answer, decode_response, encode_response, share_response, to_microgroup
+from verst.engine.wire import Answer, GenerateRequest, decode_response, encode_response, share_response, to_microgroup
+from verst.engine.worker import Worker
 from verst.errors import ConfigError, EngineError
-from verst.types import Microgroup
+from verst.obs.loop_lag import LoopLag
+from verst.rollout.pipeline import ScoredMicrogroup, assemble
+from verst.rollout.plan import MicrogroupTask
+from verst.types import Microgroup, SampleKey, Scores, stack_rows
 
 DTYPES = [
     torch.float32,
@@ -404,3 +412,68 @@ def test_a_killed_reader_gives_its_block_back_and_a_killed_engine_leaves_none() 
 def test_handles_survive_json_as_headers_carry_them() -> None:
     handle = BlockHandle("/proc/1/fd/2", "ab", 3, 4)
     assert BlockHandle(*json.loads(json.dumps(handle))) == handle
+
+
+def test_rows_at_equal_distances_are_stacked_without_a_copy() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64):
+        whole = (torch.randn(4, 5, 6, 3) * 9).to(dtype)
+        regular = [whole[i, 1:4].transpose(0, 2) for i in range(4)]
+        got = stack_rows(regular)
+        assert got.dtype == dtype
+        assert torch.equal(got, torch.stack(regular))
+        assert got.data_ptr() == regular[0].data_ptr()
+        for rows in (
+            [whole[0], whole[1], whole[3]],
+            [whole[1], whole[0]],
+            [whole[0]],
+            [whole[0, 0], whole[1, 0].clone()],
+        ):
+            assert torch.equal(stack_rows(rows), torch.stack(rows))
+    rows = [torch.zeros(3), torch.zeros(3, dtype=torch.int32)[:3].float()]
+    assert stack_rows(rows).shape == (2, 3)
+    held = stack_rows(list(torch.arange(6.0).view(2, 3)))
+    assert held.tolist() == [[0, 1, 2], [3, 4, 5]]  # the tensors are gone, their memory is not
+
+
+def test_a_group_is_conditioned_once(folder: Path) -> None:  # noqa: F811
+    pool, worker = BlockPool(2**24), Worker(folder)
+
+    def worker_records(asked: GenerateRequest) -> list[dict[str, Any]]:
+        (records,) = worker.generate([resolve(asked, worker.components)])
+        assert not isinstance(records, EngineError)
+        return records
+
+    made = worker_records(request(seeds=(1, 2), prompt="12"))
+    assert [t.shape[0] for t in made[0]["denoising_env"]["pos_cond_kwargs"].values()] == [1, 1]
+    microgroup = to_microgroup(shared(pool, made), keys(2))
+    for tensor in microgroup.conditioning.positive.values():
+        assert len(tensor) == 2
+        assert torch.equal(tensor[0], tensor[1])
+    first = MicrogroupTask(
+        keys=tuple(keys(2)), prompts=("12",) * 2, metadata=({},) * 2, request=request(seeds=(1, 2), prompt="12")
+    )
+    later = dataclasses.replace(
+        first.without_conditioning(), keys=tuple(SampleKey(rollout=0, group=0, index=i) for i in (2, 3))
+    )
+    other = to_microgroup(encode_response(worker_records(later.request)), later.keys)
+    check_echo(later.request, other.echo)
+    assert other.conditioning.positive == {}
+    scores = Scores(by_reward={"r": (0.0, 1.0)})
+    pairs = [(later, other), (first, microgroup)]
+    scored = [ScoredMicrogroup(task=task, microgroup=part, scores=scores) for task, part in pairs]
+    (group,) = assemble(scored, group_size=4)
+    assert [part.conditioning is microgroup.conditioning for part in group.microgroups] == [True, True]
+
+
+@on_a_loop
+async def test_a_held_loop_is_measured() -> None:
+    lag = LoopLag(every_s=0.001)
+    assert lag.metrics() == {}
+    lag.start()
+    await asyncio.sleep(0.01)
+    time.sleep(0.2)
+    await asyncio.sleep(0.01)
+    metrics = lag.metrics()
+    lag.stop()
+    assert metrics["perf/loop_lag_max_s"] > 0.1
+    assert 0 < metrics["perf/loop_lag_mean_s"] < metrics["perf/loop_lag_max_s"]

@@ -17,7 +17,7 @@ from verst.config.algorithms import num_levels
 from verst.flow import transitions
 from verst.flow.noise import derive_seed
 from verst.flow.transitions import LogProbReduction, StepDistribution
-from verst.types import Conditioning, Latents, Microgroup, Sample, SampleKey, join_conditioning
+from verst.types import Conditioning, Latents, Microgroup, Sample, SampleKey, join_conditioning, stack_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def pair_block(microgroup: Microgroup, *, advantages: Sequence[float], mask: Seq
 
     def stack(name: str, shift: int) -> Tensor:
         rows = [[s.streams[name].latent_at(i + shift) for s in samples] for i in steps[name]]
-        return torch.stack([torch.stack(row) for row in rows])
+        return stack_rows([stack_rows(row) for row in rows])
 
     return PairBlock(
         latents={name: stack(name, 0) for name in streams},
@@ -237,7 +237,7 @@ def to_device(conditioning: Conditioning, device: torch.device) -> Conditioning:
     def move(side: dict[str, Tensor]) -> dict[str, Tensor]:
         # A copy, as `join` makes one: a view of received bytes may start anywhere, and matrix kernels round otherwise
         # on memory that is not aligned as the engine's was.
-        return {name: value.to(device, copy=True) for name, value in side.items()}
+        return {name: v.to(device, copy=True, memory_format=torch.contiguous_format) for name, v in side.items()}
 
     negative = None if conditioning.negative is None else move(conditioning.negative)
     return replace(conditioning, positive=move(conditioning.positive), negative=negative)

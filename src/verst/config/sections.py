@@ -99,6 +99,7 @@ from verst.config.watch import DiversityCollapseAlarm as DiversityCollapseAlarm
 from verst.config.watch import EarlyStopConfig as EarlyStopConfig
 from verst.config.watch import GradNormAlarm as GradNormAlarm
 from verst.config.watch import KlAlarm as KlAlarm
+from verst.config.watch import LoopLagAlarm as LoopLagAlarm
 from verst.config.watch import MaskedFractionAlarm as MaskedFractionAlarm
 from verst.config.watch import NonFiniteAlarm as NonFiniteAlarm
 from verst.config.watch import RatioDriftAlarm as RatioDriftAlarm

@@ -69,6 +69,15 @@ class NonFiniteAlarm(AlarmBase):
     """A metric is NaN or infinite, e.g. because every sample was masked."""
 
 
+class LoopLagAlarm(AlarmBase):
+    type: Literal["loop_lag"] = "loop_lag"
+    """Something holds the driver's event loop, so that engines and rewards wait for it."""
+    above: PositiveFloat = 1.0
+    """Largest perf/loop_lag_max_s, in seconds."""
+    patience: PositiveInt = 3
+    """Iterations in a row."""
+
+
 class GradNormAlarm(AlarmBase):
     type: Literal["grad_norm"] = "grad_norm"
     """The gradient is many times as large as it was."""
@@ -118,6 +127,7 @@ AlarmConfig = Annotated[
     | ZeroSignalAlarm
     | MaskedFractionAlarm
     | NonFiniteAlarm
+    | LoopLagAlarm
     | GradNormAlarm
     | DiversityCollapseAlarm
     | RewardDropAlarm

@@ -151,11 +151,13 @@ def _debug(tensors: dict[str, dict[int, Tensor]], row: int) -> dict[str, Tensor]
 
 
 def _environment(job: Resolved, conditioning: Conditioning | None, row: int) -> dict[str, Any] | None:
-    """What the transformer was told; with `share_denoising_env` all rows, batched, with the first sample."""
+    """What the transformer was told; with `share_denoising_env` all unlike rows, batched, with the first sample."""
     shared = job.request.share_denoising_env
     if conditioning is None or (shared and row > 0):
         return None
-    part: slice | int = slice(None) if shared else row
+    # Rows of one prompt are equal, since it was encoded once: one of them says it all.
+    alike = shared and len(set(job.prompts)) == 1
+    part: slice | int = slice(1 if alike else None) if shared else row
     negative = conditioning.negative
     return {
         "image_kwargs": dataclasses.asdict(job.geometry),

@@ -91,7 +91,8 @@ class GenerateRequest(BaseModel):
     """Tokens of the long text encoder."""
     long_prompts: Literal["refuse", "truncate"] = "refuse"
     share_denoising_env: bool = False
-    """The conditioning comes once, batched over all samples, with the first sample."""
+    """The conditioning comes once, batched over all samples, with the first sample; as one row where all have one prompt.
+    """
     media_format: Literal["float", "uint8"] = "float"
     """float: `generated_output` fp32 [3, H, W] in [0, 1]; uint8: `media` [F, H, W, 3]."""
     return_media: bool = True

@@ -194,7 +194,11 @@ def _conditioning(records: Sequence[dict[str, Any]]) -> Conditioning:
         return Conditioning(positive={}, negative=None)
     geometry = Geometry(**first["image_kwargs"])
     if records[0]["echo"]["share_denoising_env"]:
-        return Conditioning(positive=first["pos_cond_kwargs"], negative=first["neg_cond_kwargs"], geometry=geometry)
+        positive, negative = (
+            {name: t.expand(len(records), *t.shape[1:]) for name, t in side.items()} if side else side
+            for side in (first["pos_cond_kwargs"], first["neg_cond_kwargs"])
+        )
+        return Conditioning(positive=positive, negative=negative, geometry=geometry)
     envs = [record["denoising_env"] for record in records]
 
     def stacked(name: str) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from verst.loops.run_folder import RunFolder, dump
 from verst.loops.stop import Interrupted, StopSignal
 from verst.loops.watch import Watch, gold_metrics
 from verst.obs.images import padded
+from verst.obs.loop_lag import LoopLag
 from verst.obs.metrics import mean_of_finite, read_metrics
 from verst.rollout.ahead import Ahead
 from verst.rollout.filters import GroupFilters, has_zero_variance, weighted_sums
@@ -87,6 +88,7 @@ class Run:
         self._heldout = heldout
         self._checkpoints = Checkpoints(folder.checkpoints, cluster.trainer, recipe.checkpoint)
         self._watch = Watch(recipe, score_gold=cluster.score_gold)
+        self._lag = LoopLag()
         engines = cluster.engines
         stages: dict[str, Any] = {"generate": engines.generate, "parse": cluster.parse, "check": engines.check}
         self._staleness = recipe.schedule.staleness
@@ -98,6 +100,7 @@ class Run:
     async def to_the_end(self, stop: StopSignal, saved: Mapping[str, Any] | None, until: int | None = None) -> None:
         """saved: the run state of the newest checkpoint; None for a new run."""
         recipe = self._recipe
+        self._lag.start()
         self._folder.write_processes(await self._cluster.pids())
         self._report.status(self._cluster.sync_choice)
         for choice in dict.fromkeys(self._cluster.transports):
@@ -135,6 +138,8 @@ class Run:
                 **update_metrics(update, batch, recipe),
                 **sync,
                 **self._cluster.reward_metrics(),
+                **self._cluster.engines.metrics(),
+                **self._lag.metrics(),
                 **perf_metrics(rollout, recipe.rollout.group_size, train_s, sync_s),
                 **(self._ahead.waits() if self._staleness else {}),
                 "perf/iteration_s": time.perf_counter() - started,
@@ -231,6 +236,7 @@ class Run:
 
     async def close(self) -> None:
         """No rollout goes on after this."""
+        self._lag.stop()
         await self._ahead.close()
 
     async def _end(self, done: int, ended: str | None) -> None:

@@ -49,6 +49,10 @@ def _non_finite(config: s.NonFiniteAlarm, gold: Sequence[str]) -> Alarm:
     return alarms.NonFinite()
 
 
+def _loop_lag(config: s.LoopLagAlarm, gold: Sequence[str]) -> Alarm:
+    return alarms.Above(metric="perf/loop_lag_max_s", above=config.above)
+
+
 def _grad_norm(config: s.GradNormAlarm, gold: Sequence[str]) -> Alarm:
     return alarms.Spike(metric="train/grad_norm", factor=config.factor, window=config.window)
 
@@ -78,6 +82,7 @@ ALARMS: dict[type[s.Section], Callable[[Any, Sequence[str]], Alarm]] = {
     s.ZeroSignalAlarm: _zero_signal,
     s.MaskedFractionAlarm: _masked_fraction,
     s.NonFiniteAlarm: _non_finite,
+    s.LoopLagAlarm: _loop_lag,
     s.GradNormAlarm: _grad_norm,
     s.DiversityCollapseAlarm: _diversity_collapse,
     s.RewardDropAlarm: _reward_drop,

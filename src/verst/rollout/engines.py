@@ -21,13 +21,16 @@ class EnginePool:
         self._clients = list(clients)
         self._in_flight = [0] * len(clients)
         self._slots = asyncio.Semaphore(per_engine * len(clients))
+        self._num_answers = {"shared": 0, "sent": 0}
 
     async def generate(self, task: MicrogroupTask) -> Answer:
         async with self._slots:
             index = min(range(len(self._clients)), key=self._in_flight.__getitem__)
             self._in_flight[index] += 1
             try:
-                return await self._clients[index].generate(task.request)
+                answer = await self._clients[index].generate(task.request)
+                self._num_answers["sent" if answer.shared is None else "shared"] += 1
+                return answer
             finally:
                 self._in_flight[index] -= 1
 
@@ -64,6 +67,11 @@ class EnginePool:
         if digest is not None:
             for client, task in zip(self._clients, taken, strict=True):
                 check_certificate({**manifest, "digest": sent.result()}, task.result(), engine=client.url)
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last call of this."""
+        counts, self._num_answers = self._num_answers, dict.fromkeys(self._num_answers, 0)
+        return {f"perf/answers_{way}": float(count) for way, count in counts.items()}
 
     async def negotiate(self) -> list[str]:
         """How the answers of each engine travel, and why. Raises ConfigError where they cannot as the recipe says."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from verst.engine.wire import Answer
@@ -151,9 +151,16 @@ def assemble(scored: Sequence[ScoredMicrogroup], *, group_size: int) -> list[Gro
                 rollout=items[0].task.rollout,
                 index=number,
                 prompt=items[0].task.prompts[0],
-                microgroups=tuple(item.microgroup for item in items),
+                microgroups=tuple(_conditioned(item, items[0]) for item in items),
                 scores=tuple(item.scores for item in items),
                 metadata=items[0].task.metadata[0],
             )
         )
     return groups
+
+
+def _conditioned(item: ScoredMicrogroup, first: ScoredMicrogroup) -> Microgroup:
+    """The microgroup, with the conditioning of the group's first one where it was to have no own."""
+    if item.task.request.rollout_return_denoising_env:
+        return item.microgroup
+    return replace(item.microgroup, conditioning=first.microgroup.conditioning)

@@ -32,6 +32,10 @@ class MicrogroupTask:
     """Names of the rewards that apply to the row; None: all of the recipe's."""
     request: GenerateRequest
 
+    def without_conditioning(self) -> MicrogroupTask:
+        """The same samples, where another microgroup of the group brings what all of them were conditioned on."""
+        return replace(self, request=self.request.model_copy(update={"rollout_return_denoising_env": False}))
+
     @property
     def rollout(self) -> int:
         return self.keys[0].rollout

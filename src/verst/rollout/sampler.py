@@ -147,7 +147,8 @@ class Sampler:
 
     def plan(self, position: int, rollout: int, group: int) -> Sequence[MicrogroupTask]:
         """The microgroups of one group of the prompt at this position."""
-        return plan_group(self._recipe, self._source.at(position), rollout=rollout, group=group)
+        first, *others = plan_group(self._recipe, self._source.at(position), rollout=rollout, group=group)
+        return [first, *(task.without_conditioning() for task in others)]
 
 
 class _Clock:

@@ -19,7 +19,7 @@ from verst.rewards.base import RewardBatch
 from verst.rewards.calls import CallResult, combine
 from verst.rewards.pool import RewardPool
 from verst.rollout.plan import MicrogroupTask
-from verst.types import Microgroup, Sample, Scores
+from verst.types import Microgroup, Sample, Scores, stack_rows
 
 Results = dict[str, CallResult]
 """reward name -> what it said."""
@@ -151,11 +151,11 @@ def reward_batch(task: MicrogroupTask, microgroup: Microgroup, *, latents: bool 
             raise EngineError("the samples of one request came back with unlike sizes or rates")
     audio = [sample.audio for sample in samples if sample.audio is not None]
     return RewardBatch(
-        media=torch.stack([sample.media for sample in samples]),
+        media=stack_rows([sample.media for sample in samples]),
         prompts=task.prompts,
         metadata=task.metadata,
         fps=first.fps,
-        audio=torch.stack(audio) if audio else None,
+        audio=stack_rows(audio) if audio else None,
         sample_rate=first.sample_rate,
         latents=final_latents(samples) if latents else None,
     )
@@ -174,7 +174,7 @@ def final_latents(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
             ) from error
         if len({tuple(x.shape) for x in finals}) > 1:
             raise EngineError(f"the samples of one request came back with unlike latents in stream {name}")
-        by_stream[name] = torch.stack(finals).float()
+        by_stream[name] = stack_rows(finals).float()
     visual = by_stream.get("visual")
     if visual is None or visual.ndim not in (4, 5):
         shape = "none" if visual is None else f"{list(visual.shape[1:])}"
