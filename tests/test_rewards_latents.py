@@ -260,6 +260,8 @@ def glyphs_that_cannot_decode(folder: Path) -> Path:  # noqa: F811
 def test_a_run_of_the_glyph_recipe_decodes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here_first = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     monkeypatch.setenv("PYTHONPATH", here_first)
+    # A Ray that is there already is not the run's: without cluster.address it starts its own.
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     overrides = [
         f"model.path={glyphs_that_cannot_decode(tmp_path)}",
         f"prompts.train={ROOT / 'data' / 'glyphs' / 'train.txt'}",
