@@ -16,7 +16,7 @@ class AdamWOptimizer(Section):
     type: Literal["adamw"] = "adamw"
     implementation: Literal["auto", "fused", "foreach", "for_loop"] = "auto"
     """torch's kernels, equal up to rounding: fused is one launch for many parameters, foreach some, for_loop some for
-    each parameter. auto = fused on a GPU, for_loop on the CPU."""
+    each parameter. auto = fused where the trainer has a GPU, else for_loop."""
 
 
 class AdamW8bitOptimizer(Section):

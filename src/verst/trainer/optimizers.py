@@ -35,7 +35,9 @@ def _adamw(config: s.TrainerConfig, groups: Groups) -> Optimizer:
     parameters = [p for group in groups for p in group["params"]]
     chosen = config.optimizer.implementation
     if chosen == "auto":
-        chosen = "fused" if all(p.is_cuda for p in parameters) else "for_loop"
+        # Offloaded shards are stepped on the CPU, where the loop takes many times as long as one kernel.
+        gpu = any(p.device_mesh.device_type == "cuda" if isinstance(p, DTensor) else p.is_cuda for p in parameters)
+        chosen = "fused" if gpu else "for_loop"
     fused = chosen == "fused"
     optimizer = torch.optim.AdamW(
         groups,
