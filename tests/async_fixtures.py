@@ -142,6 +142,9 @@ class World:
         if self._hook(what, times):
             self.stop._on_signal()
 
+    async def update(self, shares: Any) -> UpdateMetrics:
+        return await self.trainer.update(shares)
+
     async def sync(self, version: int, *, ema: bool = False) -> Mapping[str, Any]:
         rank = self.trainer.rank
         manifest = rank.publish(version, ema=ema)

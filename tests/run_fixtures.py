@@ -94,7 +94,8 @@ def start_run(recipe: Path, *overrides: str, cwd: Path | None = None) -> subproc
         text=True,
         cwd=cwd,
         start_new_session=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        # A run without cluster.address has a Ray of its own, whatever cluster the machine knows of.
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "RAY_ADDRESS": "127.0.0.1:9"},
     )
 
 
