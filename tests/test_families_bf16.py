@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from verst.config import RlRecipe, parse_recipe
+from verst.config import sections as s
 from verst.engine.worker import Worker
 from verst.errors import ConfigError, ModelError
 from verst.families import FAMILIES, recognise
@@ -101,6 +102,8 @@ def test_all_weights_train_in_bf16_beside_islands_in_fp32(name: str, tmp_path: P
     """The ratio before the update is 1; what the update made arrives in the engine in each tensor's own dtype."""
     _checkpoint(name)
     recipe = _recipe(name, "full", **({"fp32_modules": ["norm_out"]} if name == "sd3" else {}))
+    algorithm = {"kl_beta": 0.5, "reference": s.FrozenReference()}
+    recipe = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update=algorithm)})
     worker = _worker(recipe)
     islands = worker.family.fp32_modules
     held = {key: p.dtype for key, p in worker.components.transformer.named_parameters()}
@@ -108,7 +111,7 @@ def test_all_weights_train_in_bf16_beside_islands_in_fp32(name: str, tmp_path: P
     with one_rank(recipe) as trainer:
         groups = sample_groups(recipe, worker)
         policy = trainer.update(make_batch(recipe, groups).shares[0]).policy
-        assert policy["ratio_max_deviation"] == 0.0
+        assert policy["ratio_max_deviation"] == policy["kl"] == 0.0
         sync_in_process(trainer, worker, version=1)
         trained = trainer.weights()
         for key, p in worker.components.transformer.named_parameters():

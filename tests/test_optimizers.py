@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from rank_fixtures import leave_and_exit
 from run_fixtures import recipe_with
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from trainer_fixtures import CALM_ADAM, largest_difference, one_rank, shares_of
@@ -26,7 +26,7 @@ from verst.trainer import checkpoint
 from verst.trainer.adamw_8bit import AdamW8bit, dynamic_map
 from verst.trainer.core import TileLoss, Trainer
 from verst.trainer.parallel import join_mesh, leave_mesh, open_store
-from verst.trainer.whole import full
+from verst.trainer.whole import full, reduce_whole
 
 EIGHT_BITS: dict[str, Any] = {"optimizer": {"type": "adamw_8bit"}, "betas": (0.8, 0.9), "weight_decay": 0.1}
 
@@ -202,13 +202,24 @@ def _rank(rank: int, folder: Path) -> None:
     take_steps(trainer, range(2))
     checkpoint.write_tensors(checkpoint.partial_folder(folder, 1), trainer.tensors(), alone=False)
     held = {name: full(value) for name, value in trainer.tensors().items()}
-    if rank == 0:
-        torch.save(held, folder / "held")
+    torch.save((held, _reduced(rank)), folder / f"held.rank{rank}")
     leave_and_exit()
 
 
-def test_codes_of_two_ranks_go_on_in_one(tmp_path: Path) -> None:
-    """25 rows: 13 on one rank, 12 on the other."""
+def _reduced(rank: int) -> list[Tensor | None]:
+    """Gradients of whole parameters that both ranks used, that one used, and that none used."""
+    both, one, none = (nn.Parameter(torch.zeros(2, 3)) for _ in range(3))
+    both.grad = torch.full((2, 3), float(rank))
+    one.grad = torch.full((2, 3), 6.0) if rank == 1 else None
+    for mesh in (init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))):
+        reduce_whole([both, one, none], mesh)
+    return [both.grad, one.grad, none.grad]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what both ranks found, and their checkpoint."""
+    tmp_path = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, __file__]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment) for rank in range(2)]
@@ -217,10 +228,24 @@ def test_codes_of_two_ranks_go_on_in_one(tmp_path: Path) -> None:
     finally:
         for rank in ranks:
             rank.kill()
-    folder = checkpoint.publish(tmp_path, 1, {}, keep=1)
+    checkpoint.publish(tmp_path, 1, {}, keep=1)
+    return tmp_path
+
+
+def test_gradients_of_whole_parameters_are_means_over_ranks(two_ranks: Path) -> None:
+    """Of FSDP and of HSDP, whose mean over equal values is the value."""
+    for rank in range(2):
+        both, one, none = torch.load(two_ranks / f"held.rank{rank}")[1]
+        assert torch.equal(both, torch.full((2, 3), 0.5))
+        assert torch.equal(one, torch.full((2, 3), 3.0))
+        assert none is None
+
+
+def test_codes_of_two_ranks_go_on_in_one(two_ranks: Path) -> None:
+    """25 rows: 13 on one rank, 12 on the other."""
     trainer = trainer_of(net_of(rows=25), **EIGHT_BITS)
-    checkpoint.read_tensors(folder, trainer.tensors(), alone=True)
-    held, tensors = torch.load(tmp_path / "held"), trainer.tensors()
+    checkpoint.read_tensors(checkpoint.step_folder(two_ranks, 1), trainer.tensors(), alone=True)
+    held, tensors = torch.load(two_ranks / "held.rank0")[0], trainer.tensors()
     assert held.keys() == tensors.keys()
     assert held["optimizer.net.0.weight.exp_avg.scale"].shape == (25, 2)
     assert all(torch.equal(held[name], value) for name, value in tensors.items())
