@@ -32,11 +32,13 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "hsdp": ("trainer.ranks=2", f"{PARALLEL}replicate=2"),
     "ulysses": ("trainer.ranks=2", f"{PARALLEL}ulysses=2"),
     "ring": ("trainer.ranks=2", f"{PARALLEL}ring=2"),
+    "tensor_lora": ("trainer.ranks=2", f"{PARALLEL}tensor=2", LORA),
 }
 """Two ranks; the first in the name of the run on one rank decides whether it is a LoRA's."""
 FOUR = {
     "hsdp_of_ulysses": ("ulysses", ("trainer.ranks=4", f"{PARALLEL}replicate=2", f"{PARALLEL}ulysses=2")),
     "fsdp_of_ring": ("ring", ("trainer.ranks=4", f"{PARALLEL}shard=2", f"{PARALLEL}ring=2")),
+    "fsdp_of_tensor": ("hsdp", ("trainer.ranks=4", f"{PARALLEL}shard=2", f"{PARALLEL}tensor=2")),
 }
 """Four ranks: whose checkpoint of two they go on from, and their layout."""
 BOUND = 1e-6

@@ -100,7 +100,7 @@ def largest_difference(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
     return max(float((one[name] - two[name]).abs().max()) for name in one)
 
 
-def more_ranks(job: Callable[..., None], folder: Path, *, number: int = 2, timeout_s: float = 240.0) -> None:
+def more_ranks(job: Callable[..., None], folder: Path, *, number: int = 2, timeout_s: float = 900.0) -> None:
     """Run `job(trainer_of, rank, folder)` of this file in `number` processes; what they say comes with a failure."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [

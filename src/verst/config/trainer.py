@@ -8,14 +8,14 @@ from pydantic import model_validator
 
 from verst.config.basis import Flag, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, UnitFloat
 from verst.config.checks import divides
-from verst.config.optimizers import AdamWOptimizer, OptimizerConfig, SgdOptimizer
+from verst.config.optimizers import AdamW8bitOptimizer, AdamWOptimizer, OptimizerConfig, SgdOptimizer
 from verst.config.precision import PrecisionConfig
 from verst.errors import ConfigError
 
 
 class ParallelConfig(Section):
     """Degrees whose product is trainer.ranks. replicate x shard ranks see different samples; ring x ulysses ranks see
-    the same ones and hold a part of the tokens each."""
+    the same ones and hold a part of the tokens each, tensor ranks a part of each layer."""
 
     replicate: PositiveInt = 1
     """Copies of the sharded model (HSDP)."""
@@ -25,11 +25,18 @@ class ParallelConfig(Section):
     """Ranks round which keys and values of an attention travel; only for families whose attention has no mask."""
     ulysses: PositiveInt = 1
     """Ranks that exchange tokens for heads around each attention; divides the model's heads."""
+    tensor: PositiveInt = 1
+    """Ranks that hold some heads and hidden units of each block; divides the model's heads; not with ring or ulysses."""
 
     @property
     def sequence(self) -> int:
         """Ranks that share the tokens of a sample."""
         return self.ring * self.ulysses
+
+    @property
+    def same_samples(self) -> int:
+        """Ranks that see the same samples."""
+        return self.sequence * self.tensor
 
 
 class OffloadConfig(Section):
@@ -87,14 +94,26 @@ class TrainerConfig(Section):
     def _degrees(self) -> TrainerConfig:
         """The degrees make up the ranks."""
         parallel = self.parallel
-        for name, degree in (("ulysses", parallel.ulysses), ("ring", parallel.ring), ("replicate", parallel.replicate)):
+        if parallel.tensor > 1 and parallel.sequence > 1:
+            raise ConfigError(
+                f"trainer.parallel.tensor = {parallel.tensor} with ring = {parallel.ring}, ulysses = {parallel.ulysses}: layers "
+                "are cut over ranks, or tokens are; use tensor = 1 (ulysses divides the same products, and activations too)"
+            )
+        if parallel.tensor > 1 and isinstance(self.optimizer, AdamW8bitOptimizer):
+            raise ConfigError(
+                f"trainer.parallel.tensor = {parallel.tensor} with trainer.optimizer.type = adamw_8bit, whose blocks are of whole "
+                "rows: layers are cut in rows too; use adamw"
+            )
+        for name in ("ulysses", "ring", "tensor", "replicate"):
+            degree: int = getattr(parallel, name)
             divides(f"trainer.parallel.{name}", degree, "trainer.ranks", self.ranks)
-        others = parallel.replicate * parallel.sequence
+        others = parallel.replicate * parallel.same_samples
         product = others * (parallel.shard or 1)
         if product != self.ranks if parallel.shard else self.ranks % others:
             raise ConfigError(
                 f"trainer.ranks = {self.ranks} is not made up by trainer.parallel: replicate = {parallel.replicate}, "
-                f"shard = {parallel.shard or 'unset'}, ring = {parallel.ring}, ulysses = {parallel.ulysses}; "
+                f"shard = {parallel.shard or 'unset'}, ring = {parallel.ring}, ulysses = {parallel.ulysses}"
+                f"{f', tensor = {parallel.tensor}' if parallel.tensor > 1 else ''}; "
                 f"nearest that is: ranks = {max(1, round(self.ranks / product)) * others if not parallel.shard else product}"
             )
         return self
@@ -127,8 +146,8 @@ class TrainerConfig(Section):
     @property
     def data_ranks(self) -> int:
         """Groups of ranks that see different samples."""
-        return self.ranks // self.parallel.sequence
+        return self.ranks // self.parallel.same_samples
 
     def data_rank(self, rank: int) -> int:
-        """Which of them `rank` belongs to: ranks of one sequence are neighbours."""
-        return rank // self.parallel.sequence
+        """Which of them `rank` belongs to: ranks of one sample are neighbours."""
+        return rank // self.parallel.same_samples

@@ -16,6 +16,7 @@ from verst.families.loading import config_of, load_components
 from verst.families.patches import pack_frames, token_grid, unpack_frames
 from verst.families.sequence import Along, Blocks, SequencePlan, self_attention
 from verst.families.sizes import check_is_image, check_pixels
+from verst.families.tensor import TensorPlan
 from verst.flow.guidance import classifier_free
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.types import Conditioning, Geometry, Latents, join_rows
@@ -49,6 +50,15 @@ class QwenImage:
         ),
         ring="masks the padding of its text",
     )
+    tensor_plan: TensorPlan = TensorPlan(
+        blocks="transformer_blocks",
+        columns=(
+            "attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj",
+            "img_mlp.net.0.proj", "txt_mlp.net.0.proj",
+        ),
+        rows=("attn.to_out.0", "attn.to_add_out", "img_mlp.net.2", "txt_mlp.net.2"),
+        norms=("attn.norm_q", "attn.norm_k", "attn.norm_added_q", "attn.norm_added_k"),
+    )  # fmt: skip
     unguided_scale: float = 1.0
     num_images: int = 0
     parts: dict[Part, tuple[str, ...]] = {  # noqa: RUF012

@@ -17,7 +17,9 @@ from verst.families.loading import config_of, index_of, load_components
 from verst.families.patches import token_grid
 from verst.families.qwen_image_edit import encode_picture, resized, scaled_size
 from verst.families.ranks import max_over_ranks
+from verst.families.sequence import Along, Blocks, SequencePlan
 from verst.families.sizes import check_is_image, check_pixels
+from verst.families.tensor import TensorPlan
 from verst.flow.guidance import classifier_free
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.types import Conditioning, Geometry, Latents, join_rows
@@ -48,6 +50,25 @@ class QwenImage21:
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out",
     )  # fmt: skip
     fsdp_blocks: tuple[str, ...] = ("QwenImage21TransformerBlock",)
+    sequence_plan: SequencePlan = SequencePlan(
+        blocks=(
+            Blocks(
+                path="transformer_blocks",
+                tokens=("hidden_states",),
+                returns=("hidden_states",),
+                along={"target_token_mask": Along(of=("hidden_states",), dim=0)},
+                attention={},
+                projected={"attn": ("hidden_states",)},
+            ),
+        ),
+        ring="reads its text causally",
+    )
+    tensor_plan: TensorPlan = TensorPlan(
+        blocks="transformer_blocks",
+        columns=("attn.to_q", "attn.to_k", "attn.to_v", "img_mlp.proj", "img_mlp.gate_layer"),
+        rows=("attn.to_out.0", "img_mlp.out"),
+        norms=("attn.norm_q", "attn.norm_k"),
+    )
     fp32_modules: tuple[str, ...] = ()
     unguided_scale: float = 1.0
     num_images: int = ANY_IMAGES

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.loading import config_of, load_components, take_contiguous
+from verst.families.sequence import Blocks, SequencePlan
 from verst.families.sizes import check_is_image, check_pixels
 from verst.families.video import euler_on_flow_sigmas, module_dtype, whole_timesteps
 from verst.flow.guidance import classifier_free
@@ -34,6 +35,21 @@ class Sana:
     streams: tuple[str, ...] = ("visual",)
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v")
     fsdp_blocks: tuple[str, ...] = ("SanaTransformerBlock",)
+    sequence_plan: SequencePlan = SequencePlan(
+        blocks=(
+            Blocks(
+                path="transformer_blocks",
+                tokens=("hidden_states",),
+                returns=("hidden_states",),
+                along={},
+                attention={},
+                linear=("attn1",),
+                convolutions=("ff.conv_depth",),
+                rows=("height", "width"),
+            ),
+        ),
+        heads=(),
+    )
     fp32_modules: tuple[str, ...] = ()
     unguided_scale: float = 1.0
     num_images: int = 0

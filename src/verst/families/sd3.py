@@ -15,6 +15,7 @@ from verst.families import autoencoder_kl
 from verst.families.base import ALL_PARTS, Components, Part, SamplingDefaults
 from verst.families.loading import config_of, load_components
 from verst.families.sequence import Blocks, SequencePlan, self_attention
+from verst.families.tensor import TensorPlan
 from verst.flow.guidance import classifier_free
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.types import Conditioning, Geometry, Latents
@@ -50,6 +51,18 @@ class Sd3:
             ),
         )
     )
+    tensor_plan: TensorPlan = TensorPlan(
+        blocks="transformer_blocks",
+        columns=(
+            "attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj",
+            "attn2.to_q", "attn2.to_k", "attn2.to_v", "ff.net.0.proj", "ff_context.net.0.proj",
+        ),
+        rows=("attn.to_out.0", "attn.to_add_out", "attn2.to_out.0", "ff.net.2", "ff_context.net.2"),
+        norms=(
+            "attn.norm_q", "attn.norm_k", "attn.norm_added_q", "attn.norm_added_k", "attn2.norm_q", "attn2.norm_k",
+        ),
+        counted=("attn", "attn2"),
+    )  # fmt: skip
     unguided_scale: float = 1.0
     num_images: int = 0
 

@@ -14,17 +14,18 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 from verst.errors import ConfigError, InvariantError
-from verst.flow.exchange import gather_tokens, to_heads, to_tokens
+from verst.flow.exchange import gather_tokens, sum_over_ranks, to_heads, to_tokens
 from verst.flow.ring import ring_attention
 from verst.flow.shards import shard_sizes
 
@@ -68,6 +69,15 @@ class Blocks:
     """Other arguments with a row for each token; a tuple says it for each entry."""
     attention: Mapping[str, tuple[Attention, ...]]
     """Attribute of a block -> its attention calls, in order. Modules left out work on what they are given."""
+    projected: Mapping[str, Joined] = field(default_factory=dict)
+    """Attribute of a block -> sequences of an attention that cuts them by itself: it gets all tokens of some heads, from
+    behind its `to_q`, `to_k`, `to_v` to before its `to_out.0`."""
+    linear: tuple[str, ...] = ()
+    """Attributes of a block: attentions whose first matrix product adds up all tokens."""
+    convolutions: tuple[str, ...] = ()
+    """Submodules of a block with a 3x3 kernel over a picture of tokens, which is cut between its rows."""
+    rows: tuple[str, str] | None = None
+    """Arguments that are the picture's height and width, where there are convolutions: the height becomes the rank's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,22 +100,30 @@ def self_attention(*joined: str, mask: Literal["whole", "keys", "pairs"] = "whol
     return (Attention(query=joined, key=joined, mask=mask),)
 
 
-def check_degrees(name: str, family: object, config: Mapping[str, Any], *, ulysses: int, ring: int) -> None:
+def check_degrees(
+    name: str,
+    family: object,
+    config: Mapping[str, Any],
+    *,
+    ulysses: int,
+    ring: int,
+    table: Literal["trainer.parallel", "engine.parallel"] = "trainer.parallel",
+) -> None:
     """config: the transformer's config.json. Raises ConfigError, naming key, value and the nearest that fits."""
     if ulysses * ring == 1:
         return
     key, value = ("ulysses", ulysses) if ulysses > 1 else ("ring", ring)
     if not isinstance(family, SplitsSequence):
-        raise ConfigError(f"trainer.parallel.{key} = {value}: the tokens of {name} cannot be cut over ranks; use 1")
+        raise ConfigError(f"{table}.{key} = {value}: the tokens of {name} cannot be cut over ranks; use 1")
     plan = family.sequence_plan
     if ring > 1 and plan.ring is not None:
-        raise ConfigError(f"trainer.parallel.ring = {ring}: {name} {plan.ring}; use ring = 1 and ulysses instead")
+        raise ConfigError(f"{table}.ring = {ring}: {name} {plan.ring}; use ring = 1 and ulysses instead")
     heads = [config[entry] for entry in plan.heads if config.get(entry)]
     most = math.gcd(*heads)
     if most % ulysses:
         nearest = min((d for d in range(1, most + 1) if most % d == 0), key=lambda d: (abs(d - ulysses), d))
         raise ConfigError(
-            f"trainer.parallel.ulysses = {ulysses} does not divide the {', '.join(map(str, heads))} heads of {name}; "
+            f"{table}.ulysses = {ulysses} does not divide the {', '.join(map(str, heads))} heads of {name}; "
             f"nearest that does: {nearest}"
         )
 
@@ -119,6 +137,21 @@ class SequenceGroups:
     ring: dist.ProcessGroup
 
 
+def sequence_mesh(device: str, *, ulysses: int, ring: int) -> DeviceMesh:
+    """[data, ring, ulysses] over all ranks of the process group, the last one fastest: what talks most are neighbours."""
+    shape = (dist.get_world_size() // (ulysses * ring), ring, ulysses)
+    return init_device_mesh(device, shape, mesh_dim_names=("data", "ring", "ulysses"))
+
+
+def sequence_groups(mesh: DeviceMesh) -> SequenceGroups:
+    """Of this rank, on a mesh of `sequence_mesh`."""
+    return SequenceGroups(
+        ranks=mesh["ring", "ulysses"]._flatten("sequence").get_group(),
+        ulysses=mesh.get_group("ulysses"),
+        ring=mesh.get_group("ring"),
+    )
+
+
 def split_sequence(model: nn.Module, plan: SequencePlan, groups: SequenceGroups) -> SequenceSplit:
     """From now on `model`'s forward is a collective of `groups.ranks`, whose members give it the same rows."""
     split = SequenceSplit(groups)
@@ -130,8 +163,16 @@ def split_sequence(model: nn.Module, plan: SequencePlan, groups: SequenceGroups)
             for name, calls in spec.attention.items():
                 attention = getattr(block, name, None)
                 if attention is not None:
-                    attention.register_forward_pre_hook(functools.partial(split.before_attention, calls=calls))
-                    attention.register_forward_hook(split.after_attention, always_call=True)
+                    split.around(attention, functools.partial(_Exchange, split, calls))
+            for name, joined in spec.projected.items():
+                attention = block.get_submodule(name)
+                split.around(attention, functools.partial(split.heads_between_projections, attention, joined))
+            for name in spec.linear:
+                split.around(block.get_submodule(name), functools.partial(_Sum, groups.ranks))
+            for name in spec.convolutions:
+                convolution = block.get_submodule(name)
+                convolution.register_forward_pre_hook(split.before_convolution)
+                convolution.register_forward_hook(split.after_convolution)
         blocks[-1].register_forward_hook(functools.partial(split.after_blocks, spec=spec))
     return split
 
@@ -143,9 +184,9 @@ class SequenceSplit:
         self._groups = groups
         self._ranks, self._rank = dist.get_world_size(groups.ranks), dist.get_rank(groups.ranks)
         self._ulysses = dist.get_world_size(groups.ulysses)
-        self._sizes: dict[str, int] = {}
-        """Sequence -> all its tokens, in the forward that is under way."""
-        self._modes: list[_Exchange] = []
+        self._sizes: dict[str, list[int]] = {}
+        """Sequence -> its tokens on each rank, in the forward that is under way."""
+        self._inside: list[AbstractContextManager[Any]] = []
 
     def remembered(self) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
         """For torch's checkpoint: a block that is computed again finds the lengths of its own forward."""
@@ -167,29 +208,74 @@ class SequenceSplit:
         bound = inspect.signature(block.forward).bind(*args, **kwargs)
         named = bound.arguments
         if first:
-            self._sizes = {name: named[name].shape[spec.dim] for name in spec.tokens}
+            unit = 1 if spec.rows is None else named[spec.rows[1]]
+            self._sizes = {name: self._shares(named[name].shape[spec.dim], unit) for name in spec.tokens}
             for name in spec.tokens:
                 named[name] = self._part(named[name], Along(of=(name,), dim=spec.dim))
         for name, along in spec.along.items():
             if named.get(name) is not None:
                 named[name] = self._part(named[name], along)
+        if spec.rows is not None:
+            height, width = spec.rows
+            named[height] = self._sizes[spec.tokens[0]][self._rank] // named[width]
         return bound.args, bound.kwargs
 
     def after_blocks(self, block: nn.Module, args: tuple[Any, ...], output: Any, *, spec: Blocks) -> Any:
         outputs = output if isinstance(output, tuple) else (output,)
         whole = tuple(
-            None if x is None else gather_tokens(x, dim=spec.dim, sizes=self._counts(name), group=self._groups.ranks)
+            None if x is None else gather_tokens(x, dim=spec.dim, sizes=self._sizes[name], group=self._groups.ranks)
             for name, x in zip(spec.returns, outputs, strict=True)
         )
         return whole if isinstance(output, tuple) else whole[0]
 
-    def before_attention(self, module: nn.Module, args: tuple[Any, ...], *, calls: tuple[Attention, ...]) -> None:
-        mode = _Exchange(self, calls)
-        self._modes.append(mode)
-        mode.__enter__()
+    def around(self, module: nn.Module, enter: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Every forward of `module` is made inside of a context."""
 
-    def after_attention(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._modes.pop().__exit__(None, None, None)
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            context = enter()
+            context.__enter__()
+            self._inside.append(context)
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self._inside.pop().__exit__(None, None, None)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after, always_call=True)
+
+    @contextmanager
+    def heads_between_projections(self, attention: nn.Module, joined: Joined) -> Iterator[None]:
+        """Inside, the projections of `attention` give all tokens and some heads, and its output takes them.
+
+        Hooked for one forward only: a LoRA that comes later wraps the projections.
+        """
+        rows, group = self._rows(joined), self._groups.ulysses
+
+        def whole(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            return to_heads(output.unflatten(-1, (self._ulysses, -1)).transpose(1, 2), rows, group).squeeze(1)
+
+        def own(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+            return (to_tokens(args[0].unsqueeze(1), rows, group).transpose(1, 2).flatten(2),)
+
+        inputs = [attention.get_submodule(name) for name in ("to_q", "to_k", "to_v")]
+        handles = [module.register_forward_hook(whole) for module in inputs]
+        handles.append(attention.get_submodule("to_out.0").register_forward_pre_hook(own))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def before_convolution(self, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        """[B, C, own rows, W] and the neighbours' next rows."""
+        (x,) = args
+        edges = torch.cat([x[:, :, :1], x[:, :, -1:]], dim=2)
+        edges = gather_tokens(edges, dim=2, sizes=[2] * self._ranks, group=self._groups.ranks)
+        above, below = 2 * self._rank - 1, 2 * self._rank + 2
+        return (torch.cat([edges[:, :, max(above, 0) : above + 1], x, edges[:, :, below : below + 1]], dim=2),)
+
+    def after_convolution(self, module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        first, last = int(self._rank > 0), int(self._rank < self._ranks - 1)
+        return output[:, :, first : output.shape[2] - last]
 
     def attend(
         self,
@@ -232,14 +318,20 @@ class SequenceSplit:
     def _ring_size(self) -> int:
         return self._ranks // self._ulysses
 
-    def _counts(self, name: str) -> list[int]:
-        """Tokens of sequence `name` on each rank."""
-        return shard_sizes(self._sizes[name], self._ranks)
+    def _shares(self, size: int, unit: int) -> list[int]:
+        """Tokens on each rank: whole units."""
+        shares = [unit * count for count in shard_sizes(size // unit, self._ranks)]
+        if unit > 1 and not all(shares):
+            raise ConfigError(
+                f"latents of {size // unit} rows of tokens cannot be cut over {self._ranks} ranks, of which each needs a row: "
+                "use larger pictures, or fewer ranks of a sequence"
+            )
+        return shares
 
     def _rows(self, joined: Joined, *, ring: int | None = None) -> list[list[int]]:
         """Tokens of each joined sequence on each member of a Ulysses group: mine, or that of ring member `ring`."""
         first = (self._rank // self._ulysses if ring is None else ring) * self._ulysses
-        return [[self._counts(name)[first + member] for name in joined] for member in range(self._ulysses)]
+        return [[self._sizes[name][first + member] for name in joined] for member in range(self._ulysses)]
 
     def _part(self, value: Any, along: Along | tuple[Along, ...]) -> Any:
         """This rank's rows."""
@@ -250,8 +342,10 @@ class SequenceSplit:
         if not isinstance(value, Tensor) or along.ndim not in (None, value.ndim) or value.shape[along.dim] == 1:
             return value
         pieces = []
-        for name, piece in zip(along.of, value.split([self._sizes[n] for n in along.of], dim=along.dim), strict=True):
-            counts = self._counts(name)
+        for name, piece in zip(
+            along.of, value.split([sum(self._sizes[n]) for n in along.of], dim=along.dim), strict=True
+        ):
+            counts = self._sizes[name]
             pieces.append(piece.narrow(along.dim, sum(counts[: self._rank]), counts[self._rank]))
         return torch.cat(pieces, dim=along.dim) if len(pieces) > 1 else pieces[0]
 
@@ -259,7 +353,7 @@ class SequenceSplit:
         if call.mask == "whole":
             return mask
         own = mask.diagonal(dim1=-2, dim2=-1) if call.mask == "pairs" else mask[..., 0, :]
-        counts = [self._counts(name) for name in call.key]
+        counts = [self._sizes[name] for name in call.key]
         pieces = own.split([count[self._rank] for count in counts], dim=-1)
         keys = torch.cat(
             [
@@ -269,6 +363,21 @@ class SequenceSplit:
             dim=-1,
         )
         return keys.unsqueeze(-1) & keys.unsqueeze(-2) if call.mask == "pairs" else keys.unsqueeze(-2)
+
+
+class _Sum(TorchFunctionMode):
+    """Inside a linear attention: what its first matrix product adds up, it adds up over all ranks."""
+
+    def __init__(self, ranks: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._ranks, self._done = ranks, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.matmul or self._done:
+            return result
+        self._done = True
+        return sum_over_ranks(result, group=self._ranks)
 
 
 class _Exchange(TorchFunctionMode):

@@ -30,6 +30,12 @@ def gather_tokens(local: Tensor, *, dim: int, sizes: Sequence[int], group: dist.
     return whole
 
 
+def sum_over_ranks(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """The sum over all ranks, in their order and so with the same bits on each."""
+    total: Tensor = _Sum.apply(x, group)
+    return total
+
+
 def to_heads(x: Tensor, rows: Rows, group: dist.ProcessGroup) -> Tensor:
     """[B, H, own tokens, D] -> [B, H / ranks, all tokens, D], each joined sequence whole and in its own order."""
     heads: Tensor = _ToHeads.apply(x, rows, group) if len(rows) > 1 else x
@@ -57,6 +63,24 @@ class _Gather(torch.autograd.Function):
         shape = [*grad.shape[: ctx.dim], own, *grad.shape[ctx.dim + 1 :]]
         parts = _exchange(pieces, [shape] * len(pieces), ctx.group)
         return torch.stack(parts).sum(dim=0), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _added(x, group)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _added(grad, ctx.group), None
+
+
+def _added(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.stack(parts).sum(dim=0)
 
 
 class _ToHeads(torch.autograd.Function):

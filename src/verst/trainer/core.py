@@ -6,7 +6,7 @@ A tile is a closure that runs one forward; the trainer runs its backward at once
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ from verst.trainer.host import HostOptimizer, to_host
 from verst.trainer.optimizers import make_optimizer, state_tensors
 from verst.trainer.parallel import Layout
 from verst.trainer.scaler import LossScaler
-from verst.trainer.whole import full, reduce_whole, total_norm, whole_parameters
+from verst.trainer.whole import add_parts, full, reduce_whole, total_norm, whole_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +68,13 @@ class Trainer:
         total_steps: int,
         layout: Layout | None = None,
         scaler: LossScaler | None = None,
+        parts: Collection[str] = (),
     ) -> None:
-        """scaler: of a float16 forward."""
+        """scaler: of a float16 forward. parts: trained parameters of whose gradients each rank of `layout.tensor` has a
+        part."""
         self.modules = dict(modules)
         self._layout = layout
+        self._parts = parts
         self._config = config
         self._scaler = scaler
         self._total_steps = total_steps
@@ -183,6 +186,8 @@ class Trainer:
             for key, value in out.maxima.items():
                 maxima.setdefault(key, []).append(value.detach())
         if self._layout is not None:
+            if self._layout.tensor is not None:
+                add_parts([p for name, p in self.named.items() if name in self._parts], self._layout.tensor.get_group())
             reduce_whole(whole_parameters(self.named.values()), self._layout.fsdp)
         total = self._reduce(torch.stack(losses).sum(), dist.ReduceOp.SUM)
         return (

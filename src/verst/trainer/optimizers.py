@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -20,9 +21,11 @@ Groups = list[dict[str, Any]]
 
 
 def make_optimizer(config: s.TrainerConfig, parameters: Sequence[nn.Parameter]) -> Optimizer:
-    # Shards and whole parameters apart: torch's multi-tensor kernels do not take both in one list.
-    kinds = [[p for p in parameters if isinstance(p, DTensor) == sharded] for sharded in (True, False)]
-    return OPTIMIZERS[type(config.optimizer)](config, [{"params": kind} for kind in kinds if kind])
+    # Shards of one mesh, and whole parameters, apart: torch's multi-tensor kernels do not take them in one list.
+    kinds: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for p in parameters:
+        kinds.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    return OPTIMIZERS[type(config.optimizer)](config, [{"params": kind} for kind in kinds.values()])
 
 
 def state_tensors(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

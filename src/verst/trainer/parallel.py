@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from verst.config.sections import ParallelConfig
 from verst.families.islands import is_island
-from verst.families.sequence import SequenceGroups
+from verst.families.sequence import SequenceGroups, sequence_groups, sequence_mesh
 from verst.weights.lora import adaptable
 
 
@@ -30,11 +30,14 @@ class Layout:
     """Where a rank stands among the others."""
 
     fsdp: DeviceMesh
-    """All ranks: [shard], or [replicate, shard] for HSDP. The ranks of a sequence shard the model too."""
+    """[shard], or [replicate, shard] for HSDP: all ranks, or those with the same part of each layer. The ranks of a
+    sequence shard the model too."""
     data: dist.ProcessGroup
     """Ranks that see different samples and hold the same part of the tokens."""
     sequence: SequenceGroups | None
     """Ranks that see the same samples and share their tokens; None where each rank has all tokens."""
+    tensor: DeviceMesh | None
+    """Ranks that see the same samples and hold a part of each layer; None where each rank has whole layers."""
 
     @property
     def data_ranks(self) -> int:
@@ -54,7 +57,7 @@ def join_mesh(
 
     offload: shards and gradients lie on the CPU, so that their norms are added up there: gloo too.
 
-    Ranks are numbered [replicate, shard, ring, ulysses], the last one fastest: what talks most are neighbours.
+    Ranks are numbered [replicate, shard, ring, ulysses, tensor], the last one fastest: what talks most are neighbours.
     """
     parallel = parallel or ParallelConfig()
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl" if offload else "nccl"
@@ -62,25 +65,20 @@ def join_mesh(
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     # torch puts "[rank0]:" before every line of a traceback, once for each group that a process ever joined.
     sys.excepthook = hook
-    copies, parts = parallel.replicate, parallel.sequence
-    shape, names = (
-        ((world_size,), ("shard",)) if copies == 1 else ((copies, world_size // copies), ("replicate", "shard"))
-    )
-    fsdp = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    if parts == 1:
+    copies = parallel.replicate
+    degrees = {"replicate": copies, "shard": world_size // (copies * parallel.tensor), "tensor": parallel.tensor}
+    kept = {name: degree for name, degree in degrees.items() if name == "shard" or degree > 1}
+    # One mesh for both: FSDP2 shards what is cut by layers only along another dimension of the same mesh.
+    whole = init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    if parallel.tensor > 1:
+        fsdp = whole["replicate", "shard"] if copies > 1 else whole["shard"]
+        data = fsdp._flatten("data") if copies > 1 else fsdp
+        return Layout(fsdp=fsdp, data=data.get_group(), sequence=None, tensor=whole["tensor"])
+    if parallel.sequence == 1:
         assert dist.group.WORLD is not None
-        return Layout(fsdp=fsdp, data=dist.group.WORLD, sequence=None)
-    mesh = init_device_mesh(
-        device.type,
-        (world_size // parts, parallel.ring, parallel.ulysses),
-        mesh_dim_names=("data", "ring", "ulysses"),
-    )
-    groups = SequenceGroups(
-        ranks=mesh["ring", "ulysses"]._flatten("sequence").get_group(),
-        ulysses=mesh.get_group("ulysses"),
-        ring=mesh.get_group("ring"),
-    )
-    return Layout(fsdp=fsdp, data=mesh.get_group("data"), sequence=groups)
+        return Layout(fsdp=whole, data=dist.group.WORLD, sequence=None, tensor=None)
+    mesh = sequence_mesh(device.type, ulysses=parallel.ulysses, ring=parallel.ring)
+    return Layout(fsdp=whole, data=mesh.get_group("data"), sequence=sequence_groups(mesh), tensor=None)
 
 
 def leave_mesh() -> None:

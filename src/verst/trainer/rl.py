@@ -23,6 +23,7 @@ from verst.families import recognise
 from verst.families.islands import is_island
 from verst.families.loading import read_config
 from verst.families.sequence import SplitsSequence, check_degrees, split_sequence
+from verst.families.tensor import SplitsTensors, check_tensor_degree, split_tensors
 from verst.flow.controller import make_transition
 from verst.flow.determinism import make_deterministic
 from verst.flow.noise import derive_seed
@@ -77,13 +78,10 @@ class RlTrainer:
             )
         self._lora = lora_spec(recipe, self.family.lora_targets)
         parallel = recipe.trainer.parallel
-        check_degrees(
-            self.family.name,
-            self.family,
-            read_config(recipe.model.path, "transformer"),
-            ulysses=parallel.ulysses,
-            ring=parallel.ring,
-        )
+        config = read_config(recipe.model.path, "transformer")
+        check_degrees(self.family.name, self.family, config, ulysses=parallel.ulysses, ring=parallel.ring)
+        fp32 = self.family.fp32_modules if self._dtype != torch.float32 else ()
+        check_tensor_degree(self.family.name, self.family, config, parallel.tensor, fp32_modules=fp32)
         self._layout = join_mesh(
             rank=rank,
             world_size=world_size,
@@ -137,13 +135,13 @@ class RlTrainer:
         lends = isinstance(placement, s.ColocatedPlacement) and placement.share_base
         self._lender = Lender(self.transformer, device=self._device) if lends else None
         every = recipe.trainer.recompute_every
-        self._distribute(
+        parts = self._distribute(
             self.transformer, layout, offload=offload.parameters, recompute_every=every, frozen_whole=lends
         )
         total = recipe.run.iterations * recipe.trainer.steps_per_rollout
         scaler = make_scaler(recipe.trainer.precision, forward=recipe.model.dtype)
         modules = {"transformer": self.transformer}
-        self.core = Trainer(modules, recipe.trainer, total_steps=total, layout=layout, scaler=scaler)
+        self.core = Trainer(modules, recipe.trainer, total_steps=total, layout=layout, scaler=scaler, parts=parts)
         reference = None
         if config.needs_reference:
             assert config.reference is not None
@@ -175,12 +173,19 @@ class RlTrainer:
         offload: bool,
         recompute_every: int | None = None,
         frozen_whole: bool = False,
-    ) -> None:
+    ) -> set[str]:
+        """The parameters, as the trainer names them, of whose gradients each rank then has a part."""
+        parts: set[str] = set()
         for model in adaptable(module):
             split = None
             if layout.sequence is not None:
                 assert isinstance(self.family, SplitsSequence)
                 split = split_sequence(model, self.family.sequence_plan, layout.sequence)
+            if layout.tensor is not None:
+                assert isinstance(self.family, SplitsTensors)
+                parts |= {
+                    f"transformer.{name}" for name in split_tensors(model, self.family.tensor_plan, layout.tensor)
+                }
             if recompute_every is not None:
                 recompute_blocks(model, self.family.fsdp_blocks, every=recompute_every, split=split)
         shard(
@@ -193,6 +198,7 @@ class RlTrainer:
             offload=offload,
             frozen_whole=frozen_whole,
         )
+        return parts
 
     def update(self, steps: Sequence[Sequence[PairBlock]]) -> UpdateMetrics:
         """One optimizer step for each entry of `steps`: this rank's share of the pairs of that step.

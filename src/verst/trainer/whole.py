@@ -34,6 +34,18 @@ def reduce_whole(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
         p.grad = (total / mesh.size()).view_as(p) if count else None
 
 
+@torch.no_grad()
+def add_parts(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sums of the gradients over ranks of which each has a part of them; a collective, in one flat message."""
+    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    if not grads:
+        return
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    dist.all_reduce(flat, group=group)
+    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(total.view_as(grad))
+
+
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """L2 over all: those of one mesh, and whole ones, are added up apart, since torch does not mix them."""
     kinds: dict[DeviceMesh | None, list[Tensor]] = {}
