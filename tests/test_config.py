@@ -150,6 +150,18 @@ def test_mistakes_are_refused_with_key_value_and_remedy(override, message):
             "trainer.parallel.ulysses = 2 does not divide trainer.ranks = 1; nearest that does: 1",
         ),
         (
+            ("trainer.ranks=4", "trainer.parallel={tensor=2, ulysses=2}"),
+            "trainer.parallel.tensor = 2 with ring = 1, ulysses = 2: layers are cut over ranks, or tokens are",
+        ),
+        (
+            ("trainer.ranks=2", "trainer.parallel.tensor=2", 'trainer.optimizer={type="adamw_8bit"}'),
+            "trainer.parallel.tensor = 2 with trainer.optimizer.type = adamw_8bit",
+        ),
+        (
+            ("engine.parallel.ulysses=2", 'cluster.placement={type="colocated"}'),
+            "with engine.parallel an engine stands at 2 places; use cluster.placement.type = separate",
+        ),
+        (
             ("trainer.ranks=6", "trainer.parallel={ring=3, ulysses=6}"),
             "ring = 3, ulysses = 6; nearest that is: ranks = 18",
         ),

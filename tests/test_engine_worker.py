@@ -20,7 +20,7 @@ from verst.errors import EngineError, PromptError, RequestError, SyncError
 from verst.families import ALL_PARTS, recognise
 from verst.flow import transitions
 from verst.types import Microgroup, StreamTrajectory
-from verst.weights.lora import LoraSpec
+from verst.weights.lora import LoraSpec, attach_lora
 from verst.weights.send import Outgoing, trained_tensors
 from verst.weights.transports import ShmSender
 
@@ -336,7 +336,7 @@ def test_a_base_that_no_update_brings_is_not_given_up(folder: Path) -> None:  # 
 def test_weights_from_shared_memory(folder: Path, lora: LoraSpec | None) -> None:  # noqa: F811
     worker, trainer = Worker(folder), Worker(folder)
     if lora is not None:
-        assert trainer.attach_lora(lora) > 0
+        assert attach_lora(trainer.components.transformer, lora) > 0
     module = trainer.components.transformer
     trained = {n: p for n, p in module.named_parameters() if lora is None or "lora_" in n}
     with torch.no_grad():

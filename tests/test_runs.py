@@ -30,7 +30,14 @@ from verst.trainer.export import find_checkpoint, load_trained
 pytestmark = pytest.mark.ray
 
 MARK = "VERST_TEST_RUN"
-LEARN = ('model.finetune={type="lora", rank=4, alpha=8.0}', "trainer.ranks=2", "trainer.lr=1e-2", "run.iterations=2")
+LEARN = (
+    'model.finetune={type="lora", rank=4, alpha=8.0}',
+    "trainer.ranks=2",
+    "trainer.lr=1e-2",
+    "run.iterations=2",
+    "engine.parallel.ulysses=2",
+    "cluster.num_cpus=3",
+)
 SIZE: dict[str, Any] = {"height": 32, "width": 64, "num_inference_steps": 3, "max_sequence_length": 16}
 
 
@@ -60,7 +67,7 @@ def marked_processes(mark: str) -> list[str]:
 
 @dataclass
 class Finished:
-    """One run of two trainer ranks with a LoRA, and what a second driver was told meanwhile."""
+    """One run of two trainer ranks with a LoRA and an engine of two, and what a second driver was told meanwhile."""
 
     recipe: RlRecipe
     recipe_path: Path

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 import torch
@@ -16,6 +16,8 @@ from verst.cluster.nodes import advertised, unseen
 from verst.cluster.tensors import as_handles
 from verst.config.recipe import RlRecipe
 from verst.config.sections import ChosenSync, RewardConfig
+from verst.engine.ranked import Follower
+from verst.engine.ranks import EngineRanks, Meeting
 from verst.engine.server import EngineServer
 from verst.engine.wire import Answer, to_microgroup
 from verst.rewards import Reward, RewardBatch, make_reward
@@ -29,6 +31,8 @@ from verst.weights.block import host_identity
 
 class Process:
     """What every actor answers."""
+
+    calls_at_a_time: ClassVar[int] = 1
 
     def pid(self) -> int:
         return os.getpid()
@@ -47,9 +51,16 @@ class EngineActor(Process):
     def __init__(self, recipe: RlRecipe, *, index: int, device: str) -> None:
         self._recipe, self._index = recipe, index
         self._device = torch.device(device)
+        self._store: Any = None
 
     def place(self) -> Place:
         return here(self._device)
+
+    def open(self) -> tuple[str, int]:
+        """Of an engine of several ranks: host and port of the store where they meet."""
+        host = _own_address(self._recipe)
+        self._store = open_store(host, 0, rank=0, world_size=self._recipe.engine.parallel.ranks)
+        return host, int(self._store.port)
 
     def start(self, timeout_s: float, loan: Any) -> str:
         """The URL, once the model is loaded. loan: of the trainer rank beside it."""
@@ -69,10 +80,52 @@ class EngineActor(Process):
             request_timeout_s=engine.request_timeout_s,
             loan=loan,
             shared_bytes=0 if recipe.rollout.transport == "msgpack" else recipe.rollout.shared_bytes,
+            meeting=None if self._store is None else _meeting(recipe, self._store, rank=0),
         )
         self._server.start()
         self._server.wait_ready(timeout_s)
         return advertised(self._server.url, node)
+
+
+class EngineRankActor(Process):
+    """Another rank of an engine."""
+
+    calls_at_a_time = 2  # it says who it is while it follows
+
+    def __init__(self, recipe: RlRecipe, *, rank: int, device: str) -> None:
+        self._recipe, self._rank = recipe, rank
+        self._device = torch.device(device)
+        self._follower: Follower | None = None
+
+    def place(self) -> Place:
+        return here(self._device)
+
+    def start(self, host: str, port: int) -> None:
+        """Returns when all ranks are there and the model is loaded."""
+        recipe = self._recipe
+        store = open_store(host, port, rank=self._rank, world_size=recipe.engine.parallel.ranks)
+        ranks = EngineRanks(_meeting(recipe, store, rank=self._rank), device=self._device)
+        self._follower = Follower(
+            recipe.model.path,
+            ranks=ranks,
+            dtype=DTYPES[recipe.model.dtype],
+            device=self._device,
+            fp32_modules=recipe.model.fp32_modules,
+            deterministic=recipe.run.deterministic,
+        )
+
+    def follow(self) -> None:
+        """Returns when the engine stops. Raises what broke off."""
+        assert self._follower is not None, "start() comes first"
+        # A setting of this thread, which is not the one that loaded.
+        if self._recipe.run.threads:
+            torch.set_num_threads(self._recipe.run.threads)
+        self._follower.follow()
+
+
+def _meeting(recipe: RlRecipe, store: Any, *, rank: int) -> Meeting:
+    parallel = recipe.engine.parallel
+    return Meeting(store=store, rank=rank, ulysses=parallel.ulysses, ring=parallel.ring)
 
 
 class ParserActor(Process):

@@ -15,8 +15,9 @@ import ray
 import torch
 
 from verst.algorithms.pairs import PairBlock
-from verst.cluster.actors import EngineActor, ParserActor, RewardActor, TrainerActor
+from verst.cluster.actors import EngineActor, EngineRankActor, ParserActor, Process, RewardActor, TrainerActor
 from verst.cluster.calls import ActorPool, all_of, result_of
+from verst.cluster.engines import EngineProcesses
 from verst.cluster.nodes import SharedFolders, check_addresses, check_seen, with_absolute_paths
 from verst.cluster.placement import Placement
 from verst.cluster.tensors import as_handles, to_same_host
@@ -24,7 +25,7 @@ from verst.config.placement import ColocatedPlacement
 from verst.config.plan import process_plan
 from verst.config.recipe import RlRecipe
 from verst.config.rewards import reward_name
-from verst.config.sections import AutoSync, ChosenSync
+from verst.config.sections import AutoSync, ChosenSync, FreePlacement
 from verst.config.sync import chosen
 from verst.engine.blocks import BlockPool, supported
 from verst.engine.client import EngineClient
@@ -50,6 +51,13 @@ class Cluster:
     """Use as an async context manager; inside it every process is up."""
 
     def __init__(self, recipe: RlRecipe, *, cuda: bool) -> None:
+        """Raises ConfigError for ranks of one engine that Ray could put on one GPU."""
+        per_engine = recipe.engine.parallel.ranks
+        if cuda and per_engine > 1 and isinstance(recipe.cluster.placement, FreePlacement):
+            raise ConfigError(
+                f"cluster.placement.type = free may put the {per_engine} ranks of an engine (engine.parallel) on one GPU, "
+                "which NCCL refuses: use separate"
+            )
         if recipe.cluster.address is not None:
             recipe = with_absolute_paths(recipe)
         self._recipe = recipe
@@ -58,6 +66,9 @@ class Cluster:
         self._actors: list[Any] = []
         self._placement = Placement(recipe, cuda=cuda)
         self._colocated = isinstance(recipe.cluster.placement, ColocatedPlacement)
+        self._engines: list[EngineProcesses] = []
+        self._lost_ranks: list[str] = []
+        """Why ranks of engines have ended."""
         self.sync_choice = ""
         """Which transport carries the weights, and why."""
         self.transports: list[str] = []
@@ -78,6 +89,8 @@ class Cluster:
         if hasattr(self, "engines"):
             await self.engines.close()
         self._received.close()
+        for engine in self._engines:
+            await engine.close()
         for actor in self._actors:
             ray.kill(actor)
         self._placement.release()
@@ -113,17 +126,26 @@ class Cluster:
         plan = {p.role: p for p in process_plan(recipe, cuda=self._cuda)}
         await self._placement.reserve()
 
-        def spawn(cls: type, role: str, *args: Any, restarts: int = 0, place: int = 0, **kwargs: Any) -> Any:
+        def spawn(cls: type[Process], role: str, *args: Any, restarts: int = 0, place: int = 0, **kwargs: Any) -> Any:
             options: dict[str, Any] = {"num_cpus": plan[role].cpus, "num_gpus": plan[role].gpus}
             options |= self._placement.options(role, place)
+            options["max_concurrency"] = cls.calls_at_a_time
             if restarts:
                 options |= {"max_restarts": restarts, "max_task_retries": restarts}
             actor: Any = ray.remote(cls).options(**options).remote(*args, **kwargs)
             self._actors.append(actor)
             return actor
 
+        per_engine = recipe.engine.parallel.ranks
         self._engines = [
-            spawn(EngineActor, "engine", recipe, index=i, device=self._device, place=i)
+            EngineProcesses(
+                spawn(EngineActor, "engine", recipe, index=i, device=self._device, place=i * per_engine),
+                [
+                    spawn(EngineRankActor, "engine", recipe, rank=r, device=self._device, place=i * per_engine + r)
+                    for r in range(1, per_engine)
+                ],
+                lost=self._lost_ranks.append,
+            )
             for i in range(recipe.engine.num)
         ]
         ranks = [
@@ -170,15 +192,20 @@ class Cluster:
             for url in urls
         ]
         self._make_scorers()
-        self.engines = EnginePool(clients, per_engine=recipe.engine.queue_size)
+        self.engines = EnginePool(clients, per_engine=recipe.engine.queue_size, lost=self._lost_ranks)
         self.transports = await self.engines.negotiate()
+
+    @property
+    def _engine_actors(self) -> list[Any]:
+        """All ranks of all engines."""
+        return [actor for engine in self._engines for actor in engine.actors]
 
     async def _check_folders(self) -> None:
         """Raises ConfigError, before a model is loaded, for a node that does not see what all of them need."""
         folders = SharedFolders(self._recipe)
         roles = [f"trainer rank {i}" for i in range(len(self.trainer.ranks))]
-        roles += [f"engine {i}" for i in range(len(self._engines))]
-        actors = (*self.trainer.ranks, *self._engines)
+        roles += [f"engine process {i}" for i in range(len(self._engine_actors))]
+        actors = (*self.trainer.ranks, *self._engine_actors)
         try:
             found = await all_of([actor.unseen.remote(folders.wanted) for actor in actors], roles=roles)
         finally:
@@ -189,8 +216,8 @@ class Cluster:
         """The engines' URLs, once trainer and engines have their weights."""
 
         async def engines(loans: Sequence[Any]) -> list[str]:
-            refs = [e.start.remote(_START_TIMEOUT_S, loan) for e, loan in zip(self._engines, loans, strict=True)]
-            return await all_of(refs, roles=["engine"] * len(refs))
+            starts = [e.start(_START_TIMEOUT_S, loan) for e, loan in zip(self._engines, loans, strict=True)]
+            return await asyncio.gather(*starts)
 
         placement = self._recipe.cluster.placement
         if isinstance(placement, ColocatedPlacement) and placement.share_base:
@@ -200,7 +227,7 @@ class Cluster:
         return urls
 
     async def _choose_sync(self) -> ChosenSync:
-        config, ranks, engines = self._recipe.sync, self.trainer.ranks, self._engines
+        config, ranks, engines = self._recipe.sync, self.trainer.ranks, self._engine_actors
         places: list[Place] = await all_of(
             [actor.place.remote() for actor in (*ranks, *engines)],
             roles=["trainer"] * len(ranks) + ["engine"] * len(engines),
@@ -226,7 +253,7 @@ class Cluster:
         """The trainer's weights into every engine, each with a certificate; the manifest. Raises SyncError."""
         if self._recipe.cluster.sleep.engine != "off":
             await self.engines.wake()
-        manifests = await self.trainer.publish(version, ema=ema, receivers=len(self._engines))
+        manifests = await self.trainer.publish(version, ema=ema, receivers=len(self._engine_actors))
         if len({manifest["digest"] for manifest in manifests}) > 1:
             raise SyncError(f"trainer ranks hold different weights of version {version}")
         if manifests[0]["digest"]:
@@ -254,7 +281,7 @@ class Cluster:
 
     async def pids(self) -> dict[str, list[int]]:
         """role -> process ids, for people and for tests that kill them."""
-        pools = {"engine": self._engines, "trainer": self.trainer.ranks, "parser": self._parsers.actors}
+        pools = {"engine": self._engine_actors, "trainer": self.trainer.ranks, "parser": self._parsers.actors}
         pools |= {f"reward:{name}": pool.actors for name, pool in self._rewards.items()}
         return {
             role: await all_of([a.pid.remote() for a in actors], roles=[role] * len(actors))

@@ -10,10 +10,25 @@ from verst.config.basis import PositiveFloat, PositiveInt, Section
 from verst.config.placement import FreePlacement, PlacementConfig, SleepConfig
 
 
+class EngineParallelConfig(Section):
+    """Ranks of ONE engine, which share the tokens of each sample; each has a device of its own."""
+
+    ulysses: PositiveInt = 1
+    """Ranks that exchange tokens for heads around each attention; divides the model's heads."""
+    ring: PositiveInt = 1
+    """Ranks round which keys and values of an attention travel; only for families whose attention has no mask."""
+
+    @property
+    def ranks(self) -> int:
+        return self.ulysses * self.ring
+
+
 class NativeEngine(Section):
     type: Literal["native"] = "native"
     num: PositiveInt = 1
-    """Engine processes."""
+    """Engines; one process each, or one for each of its ranks."""
+    parallel: EngineParallelConfig = EngineParallelConfig()
+    """Ranks of each engine; by default one."""
     max_batch: PositiveInt = 64
     """Samples of one transformer batch when requests of equal geometry are joined (never when deterministic)."""
     queue_size: PositiveInt = 64
@@ -24,6 +39,11 @@ class NativeEngine(Section):
     """Address that the server listens on; it knows no passwords. Unset = 127.0.0.1 with a local Ray, and in a running cluster (cluster.address) the address of the engine's node there."""
     port: Annotated[int, Field(ge=0, le=65535, strict=True)] = 0
     """First engine's port, the next engines take the following ones; 0 = any free port."""
+
+    @property
+    def processes(self) -> int:
+        """Ranks of all engines."""
+        return self.num * self.parallel.ranks
 
 
 EngineConfig = NativeEngine

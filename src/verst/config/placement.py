@@ -81,13 +81,21 @@ def check_placement(
     finetune: str,
     lora_form: str,
     offloads: bool,
+    per_engine: int,
+    tensor: int,
 ) -> None:
     """Raises ConfigError where the numbers of processes, or what is trained and sent, do not suit it.
 
     finetune: model.finetune.type. lora_form: sync.lora. offloads: trainer.offload.parameters.
+    per_engine: ranks of each engine. tensor: trainer.parallel.tensor.
     """
     if not isinstance(placement, ColocatedPlacement):
         return
+    if per_engine > 1:
+        raise ConfigError(
+            f"cluster.placement.type = colocated gives each engine the weights of the trainer rank beside it, and with "
+            f"engine.parallel an engine stands at {per_engine} places; use cluster.placement.type = separate"
+        )
     if ranks != engines:
         raise ConfigError(
             f"cluster.placement.type = colocated puts engine i beside trainer rank i, but engine.num = {engines} and "
@@ -107,4 +115,9 @@ def check_placement(
         raise ConfigError(
             "trainer.offload.parameters = true keeps the base in host memory, and cluster.placement.share_base = true lends "
             "it to the engine where both compute; use one of them"
+        )
+    if placement.share_base and tensor > 1:
+        raise ConfigError(
+            f"trainer.parallel.tensor = {tensor} cuts the layers that cluster.placement.share_base = true lends whole; use "
+            "one of them"
         )

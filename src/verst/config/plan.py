@@ -55,6 +55,8 @@ def batch_plan(recipe: RlRecipe) -> BatchPlan:
             and trainer.tile_size == rollout.microgroup_size
             and recipe.sync.lora != "merged_in_engine"
             and not recipe.schedule.staleness
+            # A ring adds up an attention in another order, cut layers their products.
+            and recipe.engine.parallel.ring == trainer.parallel.ring == trainer.parallel.tensor == 1
         ),
     )
 
@@ -83,7 +85,7 @@ def process_plan(recipe: RlRecipe, *, cuda: bool = False) -> list[ProcessPlan]:
     sharers = 1 if isinstance(recipe.cluster.placement, s.SeparatePlacement) else 2
     share = round((gpu - sum(slivers[reward_name(r)] * r.workers for r in recipe.judges)) / sharers, 4)
     plan = [
-        ProcessPlan(role="engine", count=recipe.engine.num, cpus=0.5, gpus=share),
+        ProcessPlan(role="engine", count=recipe.engine.processes, cpus=0.5, gpus=share),
         ProcessPlan(role="trainer", count=recipe.trainer.ranks, cpus=0.5, gpus=share),
         ProcessPlan(role="parser", count=recipe.rollout.parsers.num, cpus=0.01, gpus=0.0),
     ]

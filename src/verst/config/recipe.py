@@ -80,6 +80,8 @@ class RlRecipe(s.Section):
             finetune=self.model.finetune.type,
             lora_form=self.sync.lora,
             offloads=self.trainer.offload.parameters,
+            per_engine=self.engine.parallel.ranks,
+            tensor=self.trainer.parallel.tensor,
         )
         self.cluster.sleep.check(
             self.cluster.placement.type, staleness=self.schedule.staleness, finetune=self.model.finetune.type
@@ -116,7 +118,7 @@ class RlRecipe(s.Section):
             )
         microgroups = self.rollout.num_groups * self.rollout.group_size // micro // self.trainer.steps_per_rollout
         if microgroups % ranks:
-            sequence = self.trainer.parallel.sequence
+            sequence = self.trainer.parallel.same_samples
             shared = f" / {sequence} ranks of one sequence = {ranks}" if sequence > 1 else ""
             raise ConfigError(
                 f"trainer.ranks = {self.trainer.ranks}{shared} does not divide the {microgroups} microgroups of an "

@@ -25,7 +25,7 @@ from verst.engine.images import ConditionImages
 from verst.engine.request import GenerateRequest, explain
 from verst.engine.resolve import resolve
 from verst.engine.transport import Accepted, Shipment, ship
-from verst.engine.worker import Unavailable, Worker
+from verst.engine.worker import Unavailable
 from verst.errors import ConfigError, EngineError, ModelError, PromptError, RequestError, SyncError, VerstError
 from verst.weights.manifest import Manifest
 
@@ -188,7 +188,7 @@ class Endpoints:
         return _answer(True, "memory released", 200, sleeping=True)
 
     async def resume_memory(self, request: Request) -> Response:
-        await self._batcher.control(Worker.wake)
+        await self._batcher.control(lambda worker: worker.wake())
         return _answer(True, "memory resumed", 200, sleeping=False)
 
     async def liveness(self, request: Request) -> Response:

@@ -15,7 +15,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -77,6 +77,7 @@ class Batcher:
         self._stopping = False
         self._front: Components | None = None
         self._failure: str | None = None
+        self._closing: Future[None] | None = None
         self.worker: Worker | None = None
         """Belongs to the worker thread; only plain attributes may be read from elsewhere."""
         self.num_batches = 0
@@ -132,7 +133,15 @@ class Batcher:
             for item in [*self._serving, *self._queue]:
                 _settle(item.done, EngineError(f"the engine is dead: {failure}"))
             self._queue.clear()
-            pool.shutdown(wait=False, cancel_futures=True)
+            if self.worker is not None:
+                # Behind the call that may be under way.
+                self._closing = pool.submit(self.worker.close)
+            pool.shutdown(wait=False)
+
+    def wait_closed(self, timeout_s: float) -> None:
+        """After `run`: until the worker thread has left what it shares with others. Raises what it raised."""
+        if self._closing is not None:
+            self._closing.result(timeout_s)
 
     async def generate(self, request: GenerateRequest, *, encode: Callable[[Records], Any] = encode_response) -> Any:
         """What `encode` makes of the samples, on the worker thread. Cancelling takes a waiting request out of the queue.
@@ -236,10 +245,11 @@ class Batcher:
         return future.result() if error is None else error
 
     async def _check_device(self, pool: ThreadPoolExecutor, worker: Worker, cause: BaseException) -> None:
-        """After a failed batch: a device that computes no more (a CUDA fault is for good) ends the engine."""
+        """After a failed batch: a device that computes no more (a CUDA fault is for good), or ranks that lost each other,
+        end the engine."""
         problem = await self._on_thread(pool, worker.probe)
         if isinstance(problem, Exception):
-            raise EngineError(f"the device computes no more ({problem}) since a batch failed: {cause}")
+            raise EngineError(f"the engine computes no more ({problem}) since a batch failed: {cause}")
 
 
 def _encoded(job: _Job, outcome: Records | EngineError, started: float) -> Any:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import uvicorn
@@ -20,6 +21,8 @@ import verst
 from verst.engine.app import create_app
 from verst.engine.batching import Batcher
 from verst.engine.blocks import BlockPool, supported
+from verst.engine.ranked import LeadWorker
+from verst.engine.ranks import EngineRanks, Meeting
 from verst.engine.worker import Worker
 from verst.errors import ConfigError, EngineError
 from verst.flow.determinism import make_deterministic
@@ -49,10 +52,12 @@ class EngineServer:
         prompt_cache_bytes: int = 256 * 2**20,
         loan: Loan | None = None,
         shared_bytes: int = 4 * 2**30,
+        meeting: Meeting | None = None,
     ) -> None:
         """port 0 takes any free one; threads 0 leaves torch's number as it is. loan: see Worker.
 
-        shared_bytes: most shared memory for answers to clients of this host; 0 = none.
+        shared_bytes: most shared memory for answers to clients of this host; 0 = none. meeting: of an engine of several
+        ranks, of which this is the first.
         """
         self._folder, self._dtype, self._device = folder, dtype, torch.device(device)
         self._fp32_modules = fp32_modules
@@ -60,6 +65,7 @@ class EngineServer:
         self._deterministic, self._threads = deterministic, threads
         self._prompt_cache_bytes = prompt_cache_bytes
         self._loan = loan
+        self._meeting = meeting
         self._limits = {"max_batch": max_batch, "queue_size": queue_size}
         self._request_timeout_s = request_timeout_s
         self._pool = BlockPool(shared_bytes, device=self._device) if shared_bytes and supported() else None
@@ -125,6 +131,9 @@ class EngineServer:
             self._socket.close()
         if self._pool is not None:
             self._pool.close()
+        if self._batcher is not None and self._meeting is not None:
+            # Else ranks that meet again in this process would find half of the old group.
+            self._batcher.wait_closed(timeout_s)
 
     def _bind(self) -> None:
         family, kind, proto, _, address = _resolve(self._host, self._port)
@@ -174,6 +183,7 @@ class EngineServer:
             "device": str(self._device),
             "deterministic": self._deterministic,
             "host": host_identity(),
+            "ranks": 1 if self._meeting is None else self._meeting.size,
             **self._limits,
         }
 
@@ -200,14 +210,15 @@ class EngineServer:
             torch.set_num_threads(self._threads)
         if self._deterministic:
             make_deterministic(self._device)
-        return Worker(
-            self._folder,
-            dtype=self._dtype,
-            device=self._device,
-            fp32_modules=self._fp32_modules,
-            prompt_cache_bytes=self._prompt_cache_bytes,
-            loan=self._loan,
-        )
+        options: dict[str, Any] = {
+            "dtype": self._dtype,
+            "device": self._device,
+            "fp32_modules": self._fp32_modules,
+            "prompt_cache_bytes": self._prompt_cache_bytes,
+        }
+        if self._meeting is None:
+            return Worker(self._folder, loan=self._loan, **options)
+        return LeadWorker(self._folder, ranks=EngineRanks(self._meeting, device=self._device), **options)
 
 
 def _resolve(host: str, port: int) -> tuple[int, int, int, str, tuple[str | int, ...]]:

@@ -30,7 +30,6 @@ from verst.flow.noise import SampleNoise
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.types import Conditioning, Latents, join_rows
 from verst.weights.loan import Borrower, Loan
-from verst.weights.lora import LoraSpec, attach_lora
 from verst.weights.manifest import Certificate, Manifest
 from verst.weights.receive import WeightReceiver
 
@@ -51,6 +50,33 @@ class _Row:
     """Initial noise."""
     rollout: Rollout
     """Its hooks do nothing for plain sampling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guidance:
+    """How the two sides of one batch are made and combined."""
+
+    scale: float
+    two_passes: bool
+    """One forward for each side, whatever the family does by itself."""
+
+    @classmethod
+    def of(cls, job: Resolved) -> Guidance:
+        return cls(scale=job.guidance_scale, two_passes=job.guided and job.request.guidance_passes == "two")
+
+
+def guided_velocity(
+    components: Components, x: Latents, sigmas: dict[str, Tensor], conditioning: Conditioning, guidance: Guidance
+) -> Latents:
+    """stream -> [B, ...] fp32, by the family's one forward."""
+    family = components.family
+
+    def forward(rows: Conditioning, scale: float) -> Latents:
+        return family.velocity(components.transformer, x, sigmas, rows, guidance_scale=scale)
+
+    if guidance.two_passes:
+        return in_two_passes(lambda rows: forward(rows, family.unguided_scale), conditioning, guidance.scale)
+    return forward(conditioning, guidance.scale)
 
 
 class Worker:
@@ -157,10 +183,10 @@ class Worker:
                 raise EngineError("the batch was stopped: nobody waits for it any more, or the engine is shutting down")
             distinct = distinct_rows(jobs, next(steps))
             if distinct is None:
-                return self._velocity(x, sigmas, conditioning, first)
+                return self._velocity(x, sigmas, conditioning, Guidance.of(first))
             rows, places = (index.to(self.device) for index in distinct)
             part = [{name: t[rows] for name, t in tensors.items()} for tensors in (x, sigmas)]
-            v = self._velocity(part[0], part[1], conditioning.rows(rows), first)
+            v = self._velocity(part[0], part[1], conditioning, Guidance.of(first), rows=rows)
             return {name: t[places] for name, t in v.items()}
 
         transitions = {
@@ -169,15 +195,18 @@ class Worker:
         }
         return schedulers, batch, denoise(velocity, latents, schedulers, transitions=transitions)
 
-    def _velocity(self, x: Latents, sigmas: dict[str, Tensor], conditioning: Conditioning, job: Resolved) -> Latents:
-        def forward(rows: Conditioning, scale: float) -> Latents:
-            return self.family.velocity(self.components.transformer, x, sigmas, rows, guidance_scale=scale)
-
-        if job.guided and job.request.guidance_passes == "two":
-            return in_two_passes(
-                lambda rows: forward(rows, self.family.unguided_scale), conditioning, job.guidance_scale
-            )
-        return forward(conditioning, job.guidance_scale)
+    def _velocity(
+        self,
+        x: Latents,
+        sigmas: dict[str, Tensor],
+        conditioning: Conditioning,
+        guidance: Guidance,
+        *,
+        rows: Tensor | None = None,
+    ) -> Latents:
+        """rows: of the batch's conditioning that `x` and `sigmas` are; None = all."""
+        chosen = conditioning if rows is None else conditioning.rows(rows)
+        return guided_velocity(self.components, x, sigmas, chosen, guidance)
 
     def _check_streams(self, schedulers: Schedulers, shapes: Mapping[str, tuple[int, ...]]) -> None:
         if tuple(schedulers) != tuple(shapes) or not set(shapes) <= set(self.family.streams):
@@ -274,12 +303,6 @@ class Worker:
         if (torch.ones(2, device=self.device) + 1).sum().item() != 4:
             raise RuntimeError(f"{self.device} adds wrongly")
 
-    def attach_lora(self, spec: LoraSpec) -> int:
-        """Wrap the transformer's target layers; returns how many."""
-        number = attach_lora(self.components.transformer, spec)
-        self.components.transformer.requires_grad_(False)
-        return number
-
     def update_from_manifest(self, manifest: Manifest) -> Certificate:
         """Take the transformer's weights from the sender.
 
@@ -357,6 +380,10 @@ class Worker:
     def _refuse_asleep(self) -> None:
         if self.asleep:
             raise RequestError("the engine has released its memory: resume it before its weights are changed or read")
+
+    def close(self) -> None:
+        """The engine ends: leave the groups that weights came through."""
+        self.receiver.close()
 
     @property
     def modules(self) -> dict[str, nn.Module]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from verst.engine.client import EngineClient, check_certificate, check_echo
 from verst.engine.wire import Answer, GenerateRequest
-from verst.errors import EchoError, InvariantError
+from verst.errors import EchoError, EngineError, InvariantError
 from verst.rollout.pipeline import first_failure
 from verst.rollout.plan import MicrogroupTask
 from verst.types import Microgroup
@@ -17,7 +17,9 @@ from verst.types import Microgroup
 class EnginePool:
     """A request goes to the engine with the fewest requests of ours in flight, at most `per_engine` of them."""
 
-    def __init__(self, clients: Sequence[EngineClient], *, per_engine: int) -> None:
+    def __init__(self, clients: Sequence[EngineClient], *, per_engine: int, lost: Sequence[str] = ()) -> None:
+        """lost: filled from outside with why ranks of an engine have ended."""
+        self._lost = lost
         self._clients = list(clients)
         self._in_flight = [0] * len(clients)
         self._slots = asyncio.Semaphore(per_engine * len(clients))
@@ -31,6 +33,10 @@ class EnginePool:
                 answer = await self._clients[index].generate(task.request)
                 self._num_answers["sent" if answer.shared is None else "shared"] += 1
                 return answer
+            except EngineError as error:
+                if self._lost:
+                    raise EngineError(f"{error}; {self._lost[0]}") from error
+                raise
             finally:
                 self._in_flight[index] -= 1
 
