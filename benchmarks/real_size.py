@@ -364,7 +364,13 @@ def train_step(case: Case, module: nn.Module, microgroup: Microgroup, options: O
         rank=0, world_size=1, store=open_store("127.0.0.1", 0, rank=0, world_size=1), device=options.device
     )
     try:
-        shard(module, blocks=case.family.fsdp_blocks, mesh=layout.fsdp, compute_dtype=torch.bfloat16)
+        shard(
+            module,
+            blocks=case.family.fsdp_blocks,
+            mesh=layout.fsdp,
+            compute_dtype=torch.bfloat16,
+            fp32_modules=case.family.fp32_modules,
+        )
         core = Trainer({"transformer": module}, recipe.trainer, total_steps=2, layout=layout)
         policies = TrainerPolicies(
             family=case.family,
