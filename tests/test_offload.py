@@ -120,6 +120,13 @@ def test_what_sft_cannot_offload_is_refused() -> None:
         parse_recipe(tables)
 
 
+def test_moments_of_8_bits_stay_on_the_gpu(tmp_path: Path) -> None:
+    tables = base_tables(tmp_path)
+    tables["trainer"] = {**tables["trainer"], "offload": {"optimizer": True}, "optimizer": {"type": "adamw_8bit"}}
+    with pytest.raises(ConfigError, match=r'offload\.optimizer = true .*"adamw_8bit".* use type = "adamw"'):
+        parse_recipe(tables)
+
+
 def test_offload_is_a_table_of_the_trainer(tmp_path: Path) -> None:
     tables = base_tables(tmp_path)
     tables["trainer"] = {**tables["trainer"], "offload": {"optimiser": True}}

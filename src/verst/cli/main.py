@@ -70,12 +70,17 @@ def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
     steps: Annotated[bool, typer.Option(help="Also the model's sigma grid: loads its scheduler, no weights.")] = False,
+    memory: Annotated[
+        bool, typer.Option(help="Also the memory of a trainer rank and of an engine: traces shapes, reads no weights.")
+    ] = False,
 ) -> None:
     """Print the resolved recipe, its batch arithmetic and its processes. Loads no model."""
     from verst.cli import plan as command
 
-    loaded = _load(recipe, overrides, model=steps)
+    loaded = _load(recipe, overrides, model=steps or memory)
     command.run(loaded)
+    if memory:
+        command.print_memory(loaded)
     if steps:
         command.print_steps(loaded)
 

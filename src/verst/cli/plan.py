@@ -49,6 +49,27 @@ def print_steps(recipe: Recipe, console: Console | None = None) -> None:
         console.print(f"steps with noise worth training: low = {low}, high = {high}", highlight=False)
 
 
+def print_memory(recipe: Recipe, console: Console | None = None) -> None:
+    """GiB of each item, what is in host memory apart, and the most that a GPU has to give at a time."""
+    if not isinstance(recipe, RlRecipe):
+        raise ConfigError("--memory is for RL recipes: SFT runs in one process and has its own model on it alone")
+    from verst.loops.memory_plan import memory_plan
+    from verst.trainer.estimate import gib, host_of, peak_of
+
+    console = console or Console()
+    plan = memory_plan(recipe)
+    when = {"always": "", "tile": "in a forward and backward", "step": "in the optimizer's step"}
+    for title, items in (("a trainer rank", plan.trainer), ("an engine", plan.engine)):
+        table = Table(title=f"memory of {title}, GiB", title_justify="left")
+        for column in ("what", "GPU", "host", "when"):
+            table.add_column(column, justify="left" if column in ("what", "when") else "right")
+        for item in items:
+            phase = "" if title == "an engine" else when[item.phase]
+            table.add_row(item.name, *(("", gib(item.bytes)) if item.host else (gib(item.bytes), "")), phase)
+        table.add_row("most at a time", gib(peak_of(items)), gib(host_of(items)), "")
+        console.print(table)
+
+
 def _batch_table(recipe: RlRecipe) -> Table:
     plan = batch_plan(recipe)
     table = Table(title="one iteration", title_justify="left", show_header=False)

@@ -119,6 +119,15 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _offload(self) -> TrainerConfig:
+        if self.offload.optimizer and isinstance(self.optimizer, AdamW8bitOptimizer):
+            raise ConfigError(
+                'trainer.offload.optimizer = true with trainer.optimizer.type = "adamw_8bit", whose moments are made of '
+                'pieces that stay where they are; use type = "adamw", or leave them on the GPU'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _checkpointing(self) -> TrainerConfig:
         if self.checkpoint_every is not None and self.activation_checkpointing != "selective":
             raise ConfigError(

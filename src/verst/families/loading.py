@@ -84,7 +84,7 @@ def _load(
     own = frozenset(getattr(cls, "_keep_in_fp32_modules", None) or ())
     if islands:
         cls = with_islands(cls, islands)
-    empty = device.type == "meta"
+    empty = device.type == "meta" and bool(options)
     try:
         if empty:
             part = _empty(cls, folder / name, dtype)
@@ -104,12 +104,15 @@ def _load(
 
 
 def _empty(cls: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
-    """A diffusers model as from_pretrained builds it before it reads a file: only parameters have no memory."""
+    """A model as from_pretrained builds it before it reads a file: only parameters have no memory."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with no_init_weights(), init_empty_weights():
-            module: nn.Module = cls.from_config(cls.load_config(folder, local_files_only=True))
+            if issubclass(cls, transformers.PreTrainedModel):
+                module: nn.Module = cls(cls.config_class.from_pretrained(folder, local_files_only=True))
+            else:
+                module = cls.from_config(cls.load_config(folder, local_files_only=True))
     finally:
         torch.set_default_dtype(before)
     return module

@@ -1,0 +1,178 @@
+"""The memory of a run before it starts: trainer ranks and engines of a recipe, from its model's config files."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from verst.algorithms import make_algorithm
+from verst.algorithms.base import Follows
+from verst.config import sections as s
+from verst.config.plan import batch_plan
+from verst.config.recipe import RlRecipe
+from verst.errors import ModelError
+from verst.families import recognise
+from verst.families.base import TakesImages
+from verst.families.skeleton import Skeletons
+from verst.rollout.prompts import read_prompts
+from verst.trainer.estimate import WORKSPACE, Copies, HeldGradient, Item, Sizes, trainer_items
+from verst.trainer.footprint import inputs_of, trace_forward, trace_tile
+from verst.trainer.recompute import recompute_blocks
+from verst.trainer.rl import DTYPES, lora_spec
+from verst.types import Conditioning, Geometry, Latents
+from verst.weights.lora import adaptable, attach_lora
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    trainer: list[Item]
+    """Of one rank."""
+    engine: list[Item]
+    """Of one engine."""
+
+
+def memory_plan(recipe: RlRecipe) -> MemoryPlan:
+    """Traces one tile and one forward of an engine. Raises ModelError for a family whose shapes depend on values."""
+    family = recognise(recipe.model.path, fp32_modules=recipe.model.fp32_modules)
+    if isinstance(family, TakesImages) and family.num_images > 0:
+        raise ModelError(f"{family.name} takes condition images, whose share of memory --memory cannot tell")
+    try:
+        return _Planner(recipe).plan()
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ModelError(
+            f"{family.name} computes shapes from values, so that --memory cannot trace it without running it: {error}"
+        ) from error
+
+
+class _Planner:
+    def __init__(self, recipe: RlRecipe) -> None:
+        self._recipe = recipe
+        self._family = recognise(recipe.model.path, fp32_modules=recipe.model.fp32_modules)
+        self._dtype = DTYPES[recipe.model.dtype]
+        self._skeletons = Skeletons()
+        self._components = self._skeletons.load(
+            self._family, recipe.model.path, parts=("transformer", "text", "autoencoder"), dtype=self._dtype
+        )
+        self._geometry = self._sized()
+        self._conditioning = self._one_row()
+
+    def plan(self) -> MemoryPlan:
+        # The engine first: its module carries a LoRA merged, as a rule.
+        return MemoryPlan(engine=self._engine(), trainer=self._trainer())
+
+    def _sized(self) -> Geometry:
+        sampling = self._recipe.sampling
+        default = self._family.sampling_defaults(self._components).geometry
+        return Geometry(
+            height=sampling.height or default.height,
+            width=sampling.width or default.width,
+            num_frames=sampling.num_frames,
+            fps=sampling.fps,
+        )
+
+    def _one_row(self) -> Conditioning:
+        """Of the longest prompt."""
+        recipe, family = self._recipe, self._family
+        longest = max((prompt.text for prompt in read_prompts(recipe.prompts.train)), key=len)
+        encode = functools.partial(
+            family.encode_prompts,
+            self._components,
+            max_sequence_length=recipe.model.max_sequence_length,
+            geometry=self._geometry,
+        )
+        guided = recipe.sampling.guidance_scale > family.unguided_scale
+        negative = encode([recipe.sampling.negative_prompt or ""], negative=True) if guided else None
+        return Conditioning(positive=encode([longest]), negative=negative, geometry=self._geometry)
+
+    def _engine(self) -> list[Item]:
+        recipe, family = self._recipe, self._family
+        modules = self._components.modules
+        rows = recipe.rollout.microgroup_size
+        encoders = [m for name, m in modules.items() if isinstance(m, nn.Module) and not name.startswith("transformer")]
+        shapes = family.latent_shapes(self._components, self._geometry)
+
+        def decode() -> None:
+            with self._skeletons.mode, self._skeletons.watch:
+                family.decode_pixels(self._components, {n: torch.zeros(rows, *shape) for n, shape in shapes.items()})
+
+        return [
+            Item(name="transformer", bytes=_stored([self._components.transformer])),
+            Item(name="text encoders and autoencoder", bytes=_stored(encoders)),
+            Item(name="forward", bytes=self._forward(rows), phase="tile"),
+            Item(
+                name="decoding",
+                bytes=trace_forward(decode, skeletons=self._skeletons, fused=True),
+                phase="step",
+            ),
+            Item(name="kernels' workspaces", bytes=WORKSPACE),
+        ]
+
+    def _forward(self, rows: int) -> int:
+        if not self._recipe.run.deterministic:
+            rows = max(rows, self._recipe.engine.max_batch)
+        return trace_forward(self._velocity(rows), skeletons=self._skeletons, fused=True)
+
+    def _velocity(self, rows: int) -> functools.partial[Latents]:
+        shapes = self._family.latent_shapes(self._components, self._geometry)
+        x, sigmas, conditioning = inputs_of(shapes, rows=rows, conditioning=self._conditioning)
+        return functools.partial(
+            self._family.velocity,
+            self._components.transformer,
+            x,
+            sigmas,
+            conditioning,
+            guidance_scale=self._recipe.sampling.guidance_scale,
+            dtype=self._dtype,
+        )
+
+    def _trainer(self) -> list[Item]:
+        recipe, module = self._recipe, self._components.transformer
+        config, algorithm = recipe.trainer, recipe.algorithm
+        prepare(module, self._skeletons, recipe, self._family.lora_targets, self._dtype)
+        if config.recompute_every is not None:
+            for model in adaptable(module):
+                recompute_blocks(model, self._family.fsdp_blocks, every=config.recompute_every)
+        kind = algorithm.reference if algorithm.needs_reference else None
+        copies = Copies(
+            average=config.ema_decay is not None,
+            old=isinstance(make_algorithm(algorithm, sampling=recipe.sampling, seed=0).old, Follows),
+            frozen=isinstance(kind, s.FrozenReference),
+        )
+        tiles = batch_plan(recipe).tiles_per_rank
+        lora = isinstance(recipe.model.finetune, s.LoraFinetune)
+        itemsize = 4 if config.precision.master == "float32" else self._dtype.itemsize
+        velocity = self._velocity(config.tile_size)
+        tile = trace_tile(
+            velocity,
+            [p for p in module.parameters() if p.requires_grad],
+            skeletons=self._skeletons,
+            fused=True,
+            held=HeldGradient(config, tiles=tiles, grad_itemsize=itemsize),
+            # A reference's forward comes while the policy's activations wait for their backward.
+            between=None if kind is None or isinstance(kind, s.EmaReference) else torch.no_grad()(velocity),
+        )
+        islands = () if self._dtype == torch.float32 else self._family.fp32_modules
+        sizes = Sizes.of(module, self._family.fsdp_blocks, islands)
+        return trainer_items(sizes, tile, config, dtype=self._dtype, lora=lora, tiles=tiles, copies=copies)
+
+
+def prepare(
+    module: nn.Module, skeletons: Skeletons, recipe: RlRecipe, targets: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    """What is trained asks for gradients."""
+    spec = lora_spec(recipe, targets)
+    if spec is None:
+        module.requires_grad_(True)
+        return
+    with torch.device("meta"):
+        attach_lora(module, spec)
+    skeletons.fill(module, dtype=dtype)
+
+
+def _stored(modules: Sequence[nn.Module]) -> int:
+    return sum(x.numel() * x.element_size() for m in modules for x in [*m.parameters(), *m.buffers()])
