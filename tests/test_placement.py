@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
+import torch
 from ray.cluster_utils import Cluster as Nodes
-from run_fixtures import recipe_with
+from run_fixtures import final_tensors, recipe_with, run_to_end, write_recipe
+from trainer_fixtures import LORA
 
 from verst.cluster.nodes import (
     SharedFolders,
@@ -107,6 +110,7 @@ def test_too_small_machines_are_told_what_they_lack(placement, nodes, problem):
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[str]:
     """The address of a cluster of two nodes on this machine, one marked for trainers, one for engines."""
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (else workers wait for everybody else)
     nodes = Nodes(
         initialize_head=True,
         head_node_args={"num_cpus": 3, "resources": {"trainer": 1}, "include_dashboard": False},
@@ -153,6 +157,34 @@ def test_two_nodes(tmp_path: Path, two_nodes: str):
     assert len(set(placed["trainer"])) == 2
     with pytest.raises(ConfigError, match=r"0\.001 moon for trainer .*nodes have"):
         place('cluster.placement={type="separate", trainer_nodes="moon"}')
+
+
+SMALL_RUN = (
+    "run.iterations=2",
+    "rollout.num_groups=1",
+    "rollout.group_size=2",
+    "sampling.num_steps=3",
+    "checkpoint.every=2",
+    LORA,
+)
+
+
+@pytest.mark.ray
+def test_two_nodes_end_with_the_bits_of_one(tmp_path: Path, two_nodes: str):
+    """Engine and trainer on nodes of their own, against both on one device with one base, where the engine sleeps."""
+    attached = f'cluster.address="{two_nodes}"'
+    ends = []
+    for name, overrides in {
+        "one": ('cluster.placement={type="colocated", share_base=true}', 'cluster.sleep.engine="host"'),
+        "two": (SEPARATE, 'sync={type="collective"}'),
+    }.items():
+        given = (*SMALL_RUN, f'run.name="{name}"', attached, *overrides)
+        code, output = run_to_end(write_recipe(tmp_path, *given), *given, timeout_s=900)
+        assert code == 0, output
+        ends.append(final_tensors(tmp_path / "runs" / name))
+    one, two = ends
+    assert one.keys() == two.keys()
+    assert all(torch.equal(two[name], value) for name, value in one.items())
 
 
 def test_paths_are_absolute_where_they_lead_somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
