@@ -314,6 +314,21 @@ def test_released_memory_answers_503_until_resumed(http: httpx.Client) -> None:
     assert torch.equal(one.media, two.media)
 
 
+def test_weights_given_up_while_asleep_can_come_back_from_disk(http: httpx.Client, folder: Path) -> None:  # noqa: F811
+    body = {"model_path": str(folder), "target_modules": ["transformer"]}
+    post(http, "/update_weights_from_disk", body)
+    before = http.post("/rollout/generate", json=raw()).content
+    assert "keep" in post(http, "/release_memory_occupation", {"keep": "nothing"}, 400)["message"]
+    assert post(http, "/release_memory_occupation", {"keep": "others"})["sleeping"] is True
+    assert "resume it before" in post(http, "/update_weights_from_disk", body, 400)["message"]
+    post(http, "/resume_memory_occupation", None)
+    assert "given up while the engine slept" in post(http, "/rollout/generate", raw(), 500)["detail"]
+    post(http, "/update_weights_from_disk", body)
+    after = http.post("/rollout/generate", json=raw()).content
+    one, two = (to_microgroup(payload, keys(2)).samples[0] for payload in (before, after))
+    assert torch.equal(one.media, two.media)
+
+
 async def running(batcher: Batcher) -> asyncio.Task[None]:
     task = asyncio.create_task(batcher.run())
     while batcher.state == "loading":

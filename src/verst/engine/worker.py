@@ -319,7 +319,10 @@ class Worker:
         Raises SyncError, before anything is changed, when names, shapes or values are not right.
         """
         files = [(name, module_weights.read_folder(folder, name)) for name in modules]
-        return self._update(files, complete=True, version=version)
+        number = self._update(files, complete=True, version=version)
+        if {name for name in self.modules if name.startswith("transformer")} <= set(modules):
+            self.receiver.invalid = None
+        return number
 
     def update_from_tensors(self, tensors: Mapping[str, Tensor], *, module: str, version: int | None = None) -> int:
         """Copy some of a module's tensors. Raises SyncError like `update_from_folder`."""
