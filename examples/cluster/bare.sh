@@ -18,6 +18,8 @@ shift 2
 port=${RAY_PORT:-6379}
 ray=$(command -v ray)
 
+# What goes over ssh is meant to be filled in here: everything lies under the same path everywhere.
+# shellcheck disable=SC2029
 stop() {
     for node in "$@"; do
         ssh "$node" "$ray stop" || true
@@ -28,6 +30,7 @@ trap 'stop "$@"' EXIT
 
 "$ray" start --head --node-ip-address="$head" --port="$port" --include-dashboard=false --disable-usage-stats
 for node in "$@"; do
+    # shellcheck disable=SC2029
     ssh "$node" "$ray start --address=$head:$port --disable-usage-stats"
 done
 verst train "$recipe" "cluster.address=$head:$port"
