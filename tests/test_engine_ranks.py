@@ -305,5 +305,57 @@ def test_a_lost_rank_is_the_end_of_the_engine(folder: Path) -> None:
     assert seen["dead"] == seen["gone"]
 
 
+class Answers:
+    """An actor's method: the outcomes of its calls, in order."""
+
+    def __init__(self, *outcomes: Any) -> None:
+        self._outcomes = list(outcomes)
+
+    async def remote(self, *args: Any) -> Any:
+        outcome = self._outcomes.pop(0)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+
+@dataclass
+class Actor:
+    start: Answers
+    open: Answers | None = None
+    follow: Answers | None = None
+
+
+@pytest.mark.parametrize("outcome", [AssertionError("rank 0 says what to condition on first"), None])
+def test_a_rank_that_fails_ends_the_engine_with_its_reason(outcome: AssertionError | None) -> None:
+    from verst.cluster.engines import EngineProcesses
+
+    lead = Actor(start=Answers("http://127.0.0.1:1"), open=Answers(("127.0.0.1", 7)))
+    follower = Actor(start=Answers(None), follow=Answers(outcome))
+    ended: list[Any] = []
+
+    async def live() -> str:
+        engine = EngineProcesses(lead, [follower], lost=lambda *said: ended.append(said))
+        url = await engine.start(1.0, None)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        await engine.close()
+        return url
+
+    assert asyncio.run(live()) == "http://127.0.0.1:1"
+    assert ended == ([(lead, str(outcome))] if outcome else [])
+
+
+@pytest.mark.parametrize("failing", ["engine", "engine rank 1"])
+def test_a_rank_that_cannot_start_is_the_engines_failure(failing: str) -> None:
+    from verst.cluster.engines import EngineProcesses
+
+    reason = EngineError("no room for the model")
+    starts = {"engine": Answers("http://127.0.0.1:1"), "engine rank 1": Answers(None), failing: Answers(reason)}
+    lead = Actor(start=starts["engine"], open=Answers(("127.0.0.1", 7)))
+    engine = EngineProcesses(lead, [Actor(start=starts["engine rank 1"])], lost=lambda *said: None)
+    with pytest.raises(EngineError, match="no room for the model"):
+        asyncio.run(engine.start(1.0, None))
+
+
 if __name__ == "__main__":
     _rank(int(sys.argv[1]), Path(sys.argv[2]))

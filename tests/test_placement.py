@@ -25,6 +25,7 @@ from verst.cluster.nodes import (
 )
 from verst.cluster.placement import Placement, bundles_of, room_problem
 from verst.config import RlRecipe, load_recipe
+from verst.config.plan import process_plan
 from verst.errors import ConfigError
 from verst.trainer.topology import Place
 
@@ -222,3 +223,14 @@ def test_a_server_on_all_interfaces_advertises_its_nodes_address():
     assert advertised("http://0.0.0.0:30000", "10.0.0.7") == "http://10.0.0.7:30000"
     assert advertised("http://[::]:30000", "10.0.0.7") == "http://10.0.0.7:30000"
     assert advertised("http://10.0.0.3:30000", "10.0.0.7") == "http://10.0.0.3:30000"
+
+
+def test_ranks_of_an_engine_need_a_gpu_each() -> None:
+    several = recipe("engine.parallel.ulysses=2")
+    assert next(p.count for p in process_plan(several) if p.role == "engine") == 2
+    with pytest.raises(
+        ConfigError, match=r"type = free may put the 2 ranks of an engine \(engine\.parallel\) on one GPU"
+    ):
+        Placement(several, cuda=True)
+    Placement(several, cuda=False)
+    Placement(recipe("engine.parallel.ulysses=2", SEPARATE), cuda=True)

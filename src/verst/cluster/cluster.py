@@ -25,7 +25,7 @@ from verst.config.placement import ColocatedPlacement
 from verst.config.plan import process_plan
 from verst.config.recipe import RlRecipe
 from verst.config.rewards import reward_name
-from verst.config.sections import AutoSync, ChosenSync, FreePlacement
+from verst.config.sections import AutoSync, ChosenSync
 from verst.config.sync import chosen
 from verst.engine.blocks import BlockPool, supported
 from verst.engine.client import EngineClient
@@ -51,13 +51,6 @@ class Cluster:
     """Use as an async context manager; inside it every process is up."""
 
     def __init__(self, recipe: RlRecipe, *, cuda: bool) -> None:
-        """Raises ConfigError for ranks of one engine that Ray could put on one GPU."""
-        per_engine = recipe.engine.parallel.ranks
-        if cuda and per_engine > 1 and isinstance(recipe.cluster.placement, FreePlacement):
-            raise ConfigError(
-                f"cluster.placement.type = free may put the {per_engine} ranks of an engine (engine.parallel) on one GPU, "
-                "which NCCL refuses: use separate"
-            )
         if recipe.cluster.address is not None:
             recipe = with_absolute_paths(recipe)
         self._recipe = recipe
@@ -144,7 +137,7 @@ class Cluster:
                     spawn(EngineRankActor, "engine", recipe, rank=r, device=self._device, place=i * per_engine + r)
                     for r in range(1, per_engine)
                 ],
-                lost=self._lost_ranks.append,
+                lost=self._end_engine,
             )
             for i in range(recipe.engine.num)
         ]
@@ -194,6 +187,11 @@ class Cluster:
         self._make_scorers()
         self.engines = EnginePool(clients, per_engine=recipe.engine.queue_size, lost=self._lost_ranks)
         self.transports = await self.engines.negotiate()
+
+    def _end_engine(self, lead: Any, reason: str) -> None:
+        """A rank of an engine is lost, and with it the others: whoever waits for the engine is told why."""
+        self._lost_ranks.append(reason)
+        ray.kill(lead)
 
     @property
     def _engine_actors(self) -> list[Any]:

@@ -83,6 +83,13 @@ class Placement:
     """The reservation of one run. `reserve` before actors are made, `release` after they have ended."""
 
     def __init__(self, recipe: RlRecipe, *, cuda: bool) -> None:
+        """Raises ConfigError for ranks of one engine that Ray could put on one GPU."""
+        per_engine = recipe.engine.parallel.ranks
+        if cuda and per_engine > 1 and isinstance(recipe.cluster.placement, FreePlacement):
+            raise ConfigError(
+                f"cluster.placement.type = free may put the {per_engine} ranks of an engine (engine.parallel) on one GPU, "
+                "which NCCL refuses: use separate"
+            )
         self._config = recipe.cluster
         self._bundles = bundles_of(recipe, cuda=cuda)
         self._groups: list[tuple[Bundles, PlacementGroup]] = []
