@@ -5,13 +5,14 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test test-sglang bench-learning lint format clean
+.PHONY: help install demo test test-sglang bench-learning bench-transport lint format clean
 
 help:
 	@echo "make demo   train a small text-to-image model to write digits (about 5 to 8 minutes on two CPU cores)"
 	@echo "make test   lint, types and all tests (WITH_SGLANG=1: also against SGLang-Diffusion itself, 2.7 GB)"
 	@echo "make test-sglang   compare with SGLang-Diffusion itself (2.7 GB into build/sglang, once; then a minute or two)"
 	@echo "make bench-learning   every online algorithm on the glyph model, three seeds each (hours on two cores)"
+	@echo "make bench-transport   samples from engine to driver: shared memory, msgpack, JSON (a few minutes, 6 GB)"
 	@echo "make lint / make format / make clean"
 
 $(VENV)/.runtime: requirements.txt pyproject.toml
@@ -62,6 +63,9 @@ test-sglang: $(SGLANG)/.server
 
 bench-learning: $(VENV)/.runtime
 	$(BIN)/python benchmarks/learning.py
+
+bench-transport: $(VENV)/.runtime
+	$(BIN)/python benchmarks/transport.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
