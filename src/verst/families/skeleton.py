@@ -37,17 +37,17 @@ class Skeletons:
         components.device = torch.device("cpu")
         for name, module in components.modules.items():
             if isinstance(module, nn.Module):
-                islands = family.fp32_modules if name.startswith("transformer") else ()
-                self.fill(module, fp32_modules=islands)
-                for owner in module.modules():
-                    # Tables, of which a real one would be made fake anew at each use.
-                    for held in (owner._buffers, owner.__dict__):
-                        held.update({k: self.mode.from_tensor(v) for k, v in held.items() if isinstance(v, Tensor)})
-                self.attach(module, answer_zeros=not name.startswith("transformer"))
+                trained = name.startswith("transformer")
+                self.adopt(module, fp32_modules=family.fp32_modules if trained else (), answer_zeros=not trained)
         return components
 
-    def attach(self, module: nn.Module, *, answer_zeros: bool) -> None:
-        """Its forward takes real tensors, and answers as said."""
+    def adopt(self, module: nn.Module, *, fp32_modules: tuple[str, ...] = (), answer_zeros: bool = False) -> None:
+        """A module whose parameters are on the meta device."""
+        self.fill(module, fp32_modules=fp32_modules)
+        for owner in module.modules():
+            # Tables, of which a real one would be made fake anew at each use.
+            for held in (owner._buffers, owner.__dict__):
+                held.update({k: self.mode.from_tensor(v) for k, v in held.items() if isinstance(v, Tensor)})
         module.forward = functools.partial(self._forward, module.forward, answer_zeros)
 
     def fill(self, module: nn.Module, *, dtype: torch.dtype | None = None, fp32_modules: tuple[str, ...] = ()) -> None:

@@ -57,6 +57,8 @@ class Sizes:
     sharded: int
     islands: int
     """Whole on each rank, in fp32."""
+    buffer_bytes: int
+    """Of tables, whole on each rank."""
     trained: int
     """Of both."""
     largest_trained: int
@@ -82,6 +84,7 @@ class Sizes:
         return cls(
             sharded=total,
             islands=sum(p.numel() for p in module.parameters() if id(p) in islands),
+            buffer_bytes=sum(b.numel() * b.element_size() for b in module.buffers()),
             trained=sum(trained),
             largest_trained=max(trained),
             block=max(count(m) for m in repeated),
@@ -107,6 +110,7 @@ def trainer_items(
     items = [
         Item(name="weights", bytes=weights // shards, host=away),
         Item(name="weights kept whole in fp32", bytes=sizes.islands * 4),
+        Item(name="tables of the model", bytes=sizes.buffer_bytes),
         Item(name="optimizer state", bytes=int(own * moments), host=away or offload.optimizer),
         Item(name="moving average", bytes=copies.average * own * 4, host=offload.reference),
         Item(name="old policy", bytes=copies.old * own * 4, host=offload.reference),
