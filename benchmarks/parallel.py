@@ -5,7 +5,7 @@ python benchmarks/parallel.py [--only NAME ...] [--out FILE] [--device cpu --sma
 Transformers have random weights of the released size, built on each device from one seed; see benchmarks/real_size.py.
 Every layout takes the same optimizer steps on the same pairs: 4 tiles of a recorded microgroup, shared out over the
 ranks that see different samples, or cut in tokens by Ulysses. Told are seconds of a step (median after the first),
-the speed-up over one GPU, loss, gradient norm and the largest relative difference of the trained weights against one
+the speed-up over the first layout (one GPU, where it fits), loss, gradient norm and the largest relative difference of the trained weights against one
 GPU, peak memory of a rank, and whether a second run on one GPU gives the same bits. A layout that needs more GPUs than
 there are is left out and named in the JSON. On a CPU (gloo) the figures of speed mean nothing.
 """
@@ -17,7 +17,7 @@ import functools
 import json
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,7 +40,7 @@ from verst.trainer.core import Trainer
 from verst.trainer.parallel import Layout, join_mesh, leave_mesh, open_store, shard
 from verst.trainer.policies import TrainerPolicies
 from verst.trainer.rl import tile_loss
-from verst.types import Conditioning
+from verst.types import Conditioning, Geometry
 from verst.weights.digest import digest_of
 from verst.weights.lora import LoraSpec, adaptable, attach_lora
 
@@ -66,24 +66,42 @@ LAYOUTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A model, what of it is trained, and the layouts that are compared."""
+
+    case: real_size.Case
+    lora: bool
+    layouts: tuple[str, ...] = tuple(LAYOUTS)
+    wide: bool = True
+    """fp32 masters (`trainer.precision.master`); else what is trained is kept in bf16, Adam's moments too."""
+
+
+_QWEN = real_size.CASES["qwen-image"]
+CASES = {
+    "sd3.5-medium LoRA": Measured(case=real_size.CASES["sd3.5-medium"], lora=True),
+    "sd3.5-medium full": Measured(case=real_size.CASES["sd3.5-medium"], lora=False),
+    # Of 4224 tokens: long enough that cutting them pays.
+    "qwen-image LoRA 1024 px": Measured(
+        case=replace(_QWEN, samples=2, geometry=Geometry(height=1024, width=1024), latents={"visual": (16, 128, 128)}),
+        lora=True,
+        layouts=("one GPU", "FSDP2", "Ulysses"),
+    ),
+    # 164 GB of weights, gradients and moments: not for one GPU.
+    "qwen-image full": Measured(case=replace(_QWEN, samples=2), lora=False, layouts=("FSDP2",), wide=False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What one rank does; travels to its process."""
 
-    case: str
-    lora: bool
+    name: str
     layout: str
     port: int
     folder: str
     device: str
     layers: int | None
     small: bool
-
-
-CASES = {
-    "sd3.5-medium LoRA": ("sd3.5-medium", True),
-    "sd3.5-medium full": ("sd3.5-medium", False),
-    "qwen-image LoRA": ("qwen-image", True),
-}
 
 
 def rank_main(rank: int, job: Job) -> None:
@@ -108,10 +126,11 @@ def rank_main(rank: int, job: Job) -> None:
 def train(
     job: Job, rank: int, layout: Layouts, mesh: Layout, device: torch.device
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    case = real_size.CASES[job.case]
+    measured = CASES[job.name]
+    case = measured.case
     options = real_size.Options(device=device, layers=job.layers, small=job.small)
     module = real_size.build(case, options)
-    if job.lora:
+    if measured.lora:
         torch.manual_seed(1)
         attach_lora(module, LoraSpec(rank=real_size.LORA_RANK, alpha=64.0, targets=case.family.lora_targets))
     torch.manual_seed(2)
@@ -123,8 +142,8 @@ def train(
     shapes = case.small if job.small else case.latents
     microgroup = real_size.rollout(case, module, shapes, conditioning, options)
     for p in module.parameters():
-        p.requires_grad_(p.requires_grad or not job.lora)
-        if p.requires_grad:
+        p.requires_grad_(p.requires_grad or not measured.lora)
+        if p.requires_grad and measured.wide:
             p.data = p.data.float()
     if mesh.sequence is not None:
         for model in adaptable(module):
@@ -207,19 +226,18 @@ def compare(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """All layouts of one case."""
-    case, lora = CASES[name]
     gpus = torch.cuda.device_count() if options.device == "cuda" else 2
     rows: dict[str, Any] = {}
     reference: dict[str, Tensor] | None = None
-    for label, layout in LAYOUTS.items():
+    for label in CASES[name].layouts:
+        layout = LAYOUTS[label]
         if layout.ranks > gpus:
             rows[label] = {"left_out": f"needs {layout.ranks} GPUs, {gpus} are there"}
             continue
         with TemporaryDirectory(prefix="verst-parallel-") as folder:
             port = open_store("127.0.0.1", 0, rank=0, world_size=1).port
             job = Job(
-                case=case,
-                lora=lora,
+                name=name,
                 layout=label,
                 port=port,
                 folder=folder,
@@ -231,7 +249,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             row = json.loads((Path(folder) / "found.json").read_text())
             weights = torch.load(Path(folder) / "weights.pt", weights_only=True)
         reference = weights if reference is None else reference
-        first = rows.get("one GPU", row)
+        first = next((found for found in rows.values() if "step_s" in found), row)
         row["speed_up"] = first["step_s"] / row["step_s"]
         row["loss_difference"] = max(abs(a - b) for a, b in zip(row["losses"], first["losses"], strict=True))
         row["weights_relative_difference"] = compare(weights, reference)
@@ -239,7 +257,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             row["bitwise_equal"] = row["digest"] == first["digest"]
         rows[label] = row
         print(
-            f"{name:20} {label:16} {row['step_s']:7.3f} s  x{row['speed_up']:.2f}  weights {row['weights_relative_difference']:.1e}"
+            f"{name:24} {label:16} {row['step_s']:7.3f} s  x{row['speed_up']:.2f}  weights {row['weights_relative_difference']:.1e}"
             f"  ratio-1 {row['ratio_max_deviation']:.1e}  peak {row['peak_gib'] or 0:.1f} GiB",
             flush=True,
         )
@@ -255,6 +273,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "parallel.json")
     options = parser.parse_args()
     results: dict[str, Any] = {"machine": real_size.machine(torch.device(options.device)), "cases": {}}
+    if options.out.exists():
+        results["cases"] = json.loads(options.out.read_text())["cases"]
     results["machine"]["gpus"] = torch.cuda.device_count()
     for name in options.only:
         results["cases"][name] = measure(name, options)

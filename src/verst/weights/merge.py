@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from verst.weights.lora import ADAPTER, LoraSpec, target_layers
-from verst.weights.send import copy_all
 
 _TEMPORARY_ELEMENTS = 2**26
 """Of one product in fp32: 256 MiB."""
@@ -45,9 +44,7 @@ class MergedLora:
     def merge(self) -> None:
         """Write the sum of base and pairs into the layers."""
         for batch in self._batches:
-            # The sum is made in fp32, in the product's memory, and rounded as it is copied.
-            total = torch.bmm(batch.b, batch.a).mul_(self._scale).add_(batch.base)
-            copy_all([layer.weight for layer in batch.layers.values()], total.unbind(0))
+            batch.merge(self._scale)
 
     def to(self, device: torch.device) -> None:
         for batch in self._batches:
@@ -63,6 +60,7 @@ class _Batch:
         count, rows, columns = self.base.shape
         self.a = torch.zeros(count, rank, columns, device=self.base.device)
         self.b = torch.zeros(count, rows, rank, device=self.base.device)
+        self._weights = torch.empty(0)
 
     def pairs(self) -> dict[str, Tensor]:
         found = {}
@@ -70,6 +68,25 @@ class _Batch:
             found[f"{name}.lora_A.{ADAPTER}.weight"] = self.a[index]
             found[f"{name}.lora_B.{ADAPTER}.weight"] = self.b[index]
         return found
+
+    def merge(self, scale: float) -> None:
+        product = torch.bmm(self.b * scale, self.a)
+        if not self._is_stacked():
+            self._stack()
+        # One pass: read in both dtypes, summed in fp32, rounded as it is written.
+        torch.add(product, self.base, out=self._weights)
+
+    def _is_stacked(self) -> bool:
+        return len(self._weights) > 0 and all(
+            layer.weight.data_ptr() == place.data_ptr()
+            for layer, place in zip(self.layers.values(), self._weights, strict=True)
+        )
+
+    def _stack(self) -> None:
+        """Give the layers' weights places in one tensor, which they leave when the module is moved."""
+        self._weights = torch.empty_like(self.base)
+        for layer, place in zip(self.layers.values(), self._weights, strict=True):
+            layer.weight.data = place
 
     def to(self, device: torch.device) -> None:
         self.base, self.a, self.b = (tensor.to(device) for tensor in (self.base, self.a, self.b))
