@@ -6,7 +6,7 @@ Runs `verst train` on recipes/glyphs_<name>.toml once for each seed, N jobs at a
 A seed decides prompts, noise and step windows; the held-out prompts and their noise are always the same. `control` is
 glyphs_grpo with trainer.lr = 0. Writes every held-out curve, mean and spread to benchmarks/results/learning.json, draws
 docs/images/learning.png, and exits 1 where an algorithm misses its bound. Flow-GRPO and NFT run their whole recipe; the
-others, which only have to rise, run 60 iterations of theirs. With --resume, runs that are whole in --runs are not made
+others, which only have to rise, run 40 iterations of theirs. With --resume, runs that are whole in --runs are not made
 again; with --redraw only the picture is.
 """
 
@@ -50,7 +50,7 @@ class Case:
     unchanged: bool = False
     """The control: last and first value of every seed must be equal."""
     lower_is_better: bool = False
-    iterations: int = 60
+    iterations: int = 40
     """Of a run; the schedule of the learning rate ends there."""
 
 
