@@ -199,9 +199,9 @@ def draw(record: dict[str, Any], path: Path) -> None:
     for case in record["cases"].values():
         if case["metric"] != "reward/heldout":
             continue
-        curves = list(case["curves"].values())
-        steps = [i for i, _ in min(curves, key=len)]
-        columns = [[curve[k][1] for curve in curves] for k in range(len(steps))]
+        curves = [dict(map(tuple, curve)) for curve in case["curves"].values()]
+        steps = sorted(set.intersection(*map(set, curves)))
+        columns = [[curve[step] for curve in curves] for step in steps]
         (line,) = axes.plot(steps, [statistics.fmean(c) for c in columns], marker="o", ms=3, label=case["label"])
         axes.fill_between(
             steps, [min(c) for c in columns], [max(c) for c in columns], alpha=0.12, color=line.get_color()
