@@ -19,7 +19,7 @@ from verst.engine.worker import Unavailable, Worker
 from verst.errors import EngineError, PromptError, RequestError, SyncError
 from verst.families import ALL_PARTS, recognise
 from verst.flow import transitions
-from verst.types import Microgroup, StreamTrajectory
+from verst.types import Microgroup, StreamTrajectory, join_conditioning
 from verst.weights.lora import LoraSpec, attach_lora
 from verst.weights.send import Outgoing, trained_tensors
 from verst.weights.transports import ShmSender
@@ -324,7 +324,7 @@ def test_weights_given_up_in_sleep_are_asked_for(folder: Path) -> None:  # noqa:
 
 def test_a_base_that_no_update_brings_is_not_given_up(folder: Path) -> None:  # noqa: F811
     worker = Worker(folder)
-    worker.attach_lora(LoraSpec(rank=2, alpha=4.0, targets=("attn.to_q",)))
+    attach_lora(worker.components.transformer, LoraSpec(rank=2, alpha=4.0, targets=("attn.to_q",)))
     with pytest.raises(RequestError, match=r"LoRA pairs alone, its base must be kept: all"):
         worker.sleep("others")
     assert made(worker, request())
@@ -382,12 +382,14 @@ def test_an_engine_in_half_precision_says_so(folder: Path) -> None:  # noqa: F81
     again = family.load(folder, parts=ALL_PARTS, dtype=torch.bfloat16, device=torch.device("cpu"))
     path = visual(microgroup)
     x = torch.stack([visual(microgroup, row).latent_at(0) for row in range(2)])
+    conditioning = join_conditioning([microgroup.conditioning])
+    assert all(value.is_contiguous() for value in conditioning.positive.values())
     with torch.no_grad():
         v = family.velocity(
             again.transformer,
             {"visual": x},
             {"visual": path.sigmas[0].expand(2)},
-            microgroup.conditioning,
+            conditioning,
             guidance_scale=1.0,
         )["visual"]
     expected = normal_log_prob("sde", 0.7, x[0], path.latent_at(1), v[0], path.sigmas, 0)

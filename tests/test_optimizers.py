@@ -172,19 +172,15 @@ def test_codes_are_the_nearest_of_the_map() -> None:
         assert (state[f"{moment}.codes"].numpy() != codes).mean() < 1e-3  # Ties are rounded either way.
 
 
-def test_moments_of_8_bits_in_host_memory() -> None:
-    here, host = trainer_of(net_of(), **EIGHT_BITS), trainer_of(net_of(), offload={"optimizer": True}, **EIGHT_BITS)
-    for trainer in (here, host):
-        take_steps(trainer, range(2))
-    ours, theirs = here.tensors(), host.tensors()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (("trainer.optimizer.type=adam",), r"trainer\.optimizer\.type = 'adam': did you mean 'adamw'\?"),
         (('trainer.optimizer={type="sgd"}', "trainer.betas=[0.9, 0.9]"), r"trainer\.betas = .*\"sgd\".*remove it"),
+        (
+            ('trainer.optimizer={type="adamw_8bit"}', "trainer.offload.optimizer=true"),
+            r"trainer\.offload\.optimizer = true with trainer\.optimizer\.type = \"adamw_8bit\"",
+        ),
         (('trainer.optimizer={type="sgd", nesterov=true}',), r"nesterov = true with momentum = 0"),
     ],
 )

@@ -7,7 +7,7 @@ K counts kept latents, T the denoising steps, B the samples of a batch, `...` on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -122,15 +122,25 @@ def join_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def join_conditioning(parts: Sequence[Conditioning]) -> Conditioning:
-    """All rows of conditionings of one geometry, in order."""
+    """All rows of conditionings of one geometry, in order, each in memory of its own.
+
+    Rows that only repeat one in memory, as an engine's answer has them, go through other kernels than an engine's batch
+    and come out with other last bits in half precision.
+    """
     if len(parts) == 1:
-        return parts[0]
+        (part,) = parts
+        negative = None if part.negative is None else _in_memory(part.negative)
+        return replace(part, positive=_in_memory(part.positive), negative=negative)
     negatives = [part.negative for part in parts if part.negative is not None]
     return Conditioning(
         positive=join_rows([part.positive for part in parts]),
         negative=join_rows(negatives) if negatives else None,
         geometry=parts[0].geometry,
     )
+
+
+def _in_memory(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.contiguous() for name, value in rows.items()}
 
 
 def stack_rows(tensors: Sequence[Tensor]) -> Tensor:
