@@ -16,6 +16,7 @@ import torch
 from run_fixtures import recipe_with, tiny_model
 from sync_processes import SPEC, base_module, lora_pairs, receiver_of, tensors_of
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from trainer_fixtures import LORA, one_rank
 
 from verst.config import sections as s
@@ -25,6 +26,7 @@ from verst.trainer.parallel import open_store
 from verst.trainer.topology import Place, choose, here
 from verst.weights.lora import LoraSpec, attach_lora, target_layers
 from verst.weights.manifest import Manifest, verify
+from verst.weights.parking import Parking
 from verst.weights.send import LoraForm, Outgoing
 from verst.weights.transports import CollectiveSender, DiskSender, Sender, ShmSender
 
@@ -288,6 +290,28 @@ def test_merge_is_rounded_once_and_does_not_drift(module: nn.Module, dtype: torc
     assert all(torch.equal(held[name], value) for name, value in untouched.items())
     receiver_of(fresh).apply(manifest)
     assert same(held, state_of(fresh))
+    sender.close()
+
+
+def test_a_merged_lora_gives_its_memory_back_in_sleep(module: nn.Module) -> None:
+    """The merged weights lie in one tensor, which nothing may hold while the layers' own memory is parked."""
+    base, receiver, parking = copy.deepcopy(module), receiver_of(module), Parking()
+    first, second = lora_pairs(module, seed=1), lora_pairs(module, seed=2)
+    sender = ShmSender(rank=0, bucket_bytes=2**20)
+    receiver.apply(published(sender, first, lora=SPEC, form="merged"))
+    layers = target_layers(module, SPEC).values()
+    places = [StorageWeakRef(layer.weight.untyped_storage()) for layer in layers]
+    receiver.to(torch.device("cpu"))
+    for layer in layers:  # as on a GPU, whose memory parking does not keep
+        layer.weight.data = layer.weight.data.clone()
+    parking.park(list(module.parameters()))
+    assert all(place.expired() for place in places)
+    parking.restore()
+    receiver.to(torch.device("cpu"))
+    receiver.apply(published(sender, second, lora=SPEC, form="merged", version=2))
+    held = state_of(module)
+    for name, exact in merged_by_hand(base, second).items():
+        torch.testing.assert_close(held[name].double(), exact, rtol=1e-6, atol=1e-6)
     sender.close()
 
 

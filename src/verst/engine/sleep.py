@@ -37,8 +37,9 @@ class Sleep:
                 f"keep = {keep!r}: an update brings this engine LoRA pairs alone, its base must be kept: all"
             )
         given_up = {id(p): p for p in transformer.parameters()} if keep == "others" else {}
-        self._parking.park([t for t in self._own() if id(t) not in given_up], list(given_up.values()))
+        # First what lies beside the module: parking ends by giving the device back what nobody holds any more.
         self._receiver.to(torch.device("cpu"))
+        self._parking.park([t for t in self._own() if id(t) not in given_up], list(given_up.values()))
         if given_up:
             self._receiver.forget_values()
 

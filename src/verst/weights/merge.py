@@ -90,3 +90,5 @@ class _Batch:
 
     def to(self, device: torch.device) -> None:
         self.base, self.a, self.b = (tensor.to(device) for tensor in (self.base, self.a, self.b))
+        # The layers have left it, or hold it themselves until they do.
+        self._weights = torch.empty(0)
