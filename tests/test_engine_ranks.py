@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_fixtures import keys, made
+from rank_fixtures import run_ranks
 from torch import Tensor
 
 from verst.engine.client import EngineClient
@@ -220,23 +220,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engine_ranks")
     for family in sorted({case.family for case in CASES.values()}):
         build_tiny(family, folder / family)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=900)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 7], "\n".join(outputs)
+    run_ranks(__file__, folder, codes=(0, 7))
     return folder
 
 

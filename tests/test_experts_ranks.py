@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rank_fixtures import leave_and_exit
+from rank_fixtures import leave_and_exit, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -63,23 +61,7 @@ def _rank(rank: int, folder: Path) -> None:
 
 def test_experts_of_two_ranks(tmp_path: Path) -> None:
     build_tiny("wan2.2-a14b", tmp_path / "model")
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    run_ranks(__file__, tmp_path)
 
     alone = _load(tmp_path / "model")
     losses = [_loss(alone, rank) for rank in range(2)]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_fixtures import leave_and_exit
+from rank_fixtures import leave_and_exit, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -87,23 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     for name in NAMES:
         build_tiny(name, folder / name)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=180)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    run_ranks(__file__, folder)
     return folder
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_fixtures import leave_and_exit
+from rank_fixtures import leave_and_exit, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -146,23 +144,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     folder = tmp_path_factory.mktemp("sequence")
     for name in NAMES:
         torch.save(velocity_case(name, **LIMITS.get(name, {})), folder / f"{name}.case")
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=900)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    run_ranks(__file__, folder)
     return {name: [torch.load(folder / f"{name}.rank{rank}") for rank in range(2)] for name in NAMES}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from rank_fixtures import leave_and_exit
+from rank_fixtures import leave_and_exit, run_ranks
 from run_fixtures import recipe_with
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -216,14 +214,7 @@ def _reduced(rank: int) -> list[Tensor | None]:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what both ranks found, and their checkpoint."""
     tmp_path = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, __file__]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment) for rank in range(2)]
-    try:
-        assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks(__file__, tmp_path)
     checkpoint.publish(tmp_path, 1, {}, keep=1)
     return tmp_path
 

@@ -6,8 +6,6 @@ python trainer_fixtures.py JOB RANK FOLDER     one of them; JOB is a function be
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_fixtures import leave_and_exit
+from rank_fixtures import leave_and_exit, run_ranks
 from run_fixtures import tiny_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -102,23 +100,7 @@ def largest_difference(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
 
 def more_ranks(job: Callable[..., None], folder: Path, *, number: int = 2, timeout_s: float = 900.0) -> None:
     """Run `job(trainer_of, rank, folder)` of this file in `number` processes; what they say comes with a failure."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, job.__name__, str(rank), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for rank in range(number)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=timeout_s)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * number, "\n".join(outputs)
+    run_ranks(__file__, folder, before=[job.__name__], codes=[0] * number, timeout_s=timeout_s)
 
 
 TrainerOf = Callable[[RlRecipe, str], RlTrainer]

@@ -1,8 +1,8 @@
 """Flow-GRPO (arXiv 2505.05470): the clipped policy gradient over recorded denoising steps.
 
 Samples of older weights are weighed by a truncated ratio to the policy that made them, apart from the clip, which is
-about the policy before the update: decoupled PPO (arXiv 2110.00641; for asynchronous runs 2505.24298). With other transitions and step strategies of the recipe it is DanceGRPO (`dance`), MixGRPO (`sliding`) and
-Flow-GRPO-Fast (`branch`).
+about the policy before the update: decoupled PPO (arXiv 2110.00641; for asynchronous runs 2505.24298). With other
+transitions and step strategies of the recipe it is DanceGRPO (`dance`), MixGRPO (`sliding`) and Flow-GRPO-Fast (`branch`).
 """
 
 from __future__ import annotations
