@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from real_size import SD35_MEDIUM
 
 from verst.config import RlRecipe, parse_recipe
 from verst.engine.worker import Worker
@@ -45,16 +46,6 @@ import diffusers  # isort: skip  (after verst.families, which makes a torchvisio
 
 GOAL = 1.1
 SAMPLES = 8
-SD35_MEDIUM: dict[str, Any] = {
-    "num_layers": 24,
-    "num_attention_heads": 24,
-    "attention_head_dim": 64,
-    "caption_projection_dim": 1536,
-    "dual_attention_layers": tuple(range(13)),
-    "qk_norm": "rms_norm",
-    "pos_embed_max_size": 384,
-    "sample_size": 128,
-}
 
 
 @dataclass(frozen=True, kw_only=True)

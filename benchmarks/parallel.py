@@ -4,10 +4,10 @@ python benchmarks/parallel.py [--only NAME ...] [--out FILE] [--device cpu --sma
 
 Transformers have random weights of the released size, built on each device from one seed; see benchmarks/real_size.py.
 Every layout takes the same optimizer steps on the same pairs: 4 tiles of a recorded microgroup, shared out over the
-ranks that see different samples, or cut in tokens by Ulysses. Told are seconds of a step (median after the first),
-the speed-up over the first layout (one GPU, where it fits), loss, gradient norm and the largest relative difference of the trained weights against one
-GPU, peak memory of a rank, and whether a second run on one GPU gives the same bits. A layout that needs more GPUs than
-there are is left out and named in the JSON. On a CPU (gloo) the figures of speed mean nothing.
+ranks that see different samples, or cut in tokens by Ulysses. Told are seconds of a step (median after the first), the
+speed-up over the first layout (one GPU, where it fits), losses, gradient norms, the relative difference of the trained
+weights from that layout's, peak memory of a rank, and whether a second run on one GPU gives the same bits. A layout that
+needs more GPUs than there are is left out and named in the JSON. On a CPU (gloo) the figures of speed mean nothing.
 """
 
 from __future__ import annotations
@@ -31,14 +31,11 @@ from torch.distributed.tensor import DTensor
 
 from verst.algorithms import make_algorithm
 from verst.algorithms.pairs import pair_block, tiles_of
-from verst.config import RlRecipe
 from verst.config.sections import ParallelConfig
 from verst.families.sequence import split_sequence
-from verst.flow.controller import make_transition
 from verst.flow.determinism import make_deterministic
 from verst.trainer.core import Trainer
 from verst.trainer.parallel import Layout, join_mesh, leave_mesh, open_store, shard
-from verst.trainer.policies import TrainerPolicies
 from verst.trainer.rl import tile_loss
 from verst.types import Conditioning, Geometry
 from verst.weights.digest import digest_of
@@ -155,9 +152,11 @@ def train(
         compute_dtype=torch.bfloat16,
         fp32_modules=case.family.fp32_modules,
     )
-    recipe = real_size._recipe(case)
-    core = Trainer({"transformer": module}, recipe.trainer, total_steps=NUM_STEPS, layout=mesh)
-    policies = policies_of(case, module, core, recipe)
+    recipe = real_size.recipe_of(case)
+    # Unsharded gradients of a model that is only just held by all GPUs are held by none.
+    config = recipe.trainer.model_copy(update={"reduce_every_tile": not measured.wide})
+    core = Trainer({"transformer": module}, config, total_steps=NUM_STEPS, layout=mesh)
+    policies = real_size.policies_of(case, module, core, recipe)
     blocks = [
         pair_block(
             microgroup, advantages=[(-1.0) ** (i // (k + 1)) for i in range(case.samples)], mask=[True] * case.samples
@@ -188,19 +187,6 @@ def train(
         "digest": digest_of({name: _local(p) for name, p in core.named.items()}) if layout.ranks == 1 else None,
     }
     return found, weights
-
-
-def policies_of(case: real_size.Case, module: Any, core: Trainer, recipe: RlRecipe) -> TrainerPolicies:
-    return TrainerPolicies(
-        family=case.family,
-        live=module,
-        named=core.named,
-        reference=None,
-        old="none",
-        transition=make_transition(recipe.sampling.transition.type, recipe.sampling.transition.eta),
-        guidance_scale=recipe.sampling.guidance_scale,
-        dtype=torch.bfloat16,
-    )
 
 
 def _wait(device: torch.device) -> None:

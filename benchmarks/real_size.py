@@ -60,6 +60,19 @@ LORA_RANK = 32
 Make = Callable[[int, torch.device], dict[str, Tensor]]
 
 
+SD35_MEDIUM: dict[str, Any] = {
+    "num_layers": 24,
+    "num_attention_heads": 24,
+    "attention_head_dim": 64,
+    "caption_projection_dim": 1536,
+    "dual_attention_layers": tuple(range(13)),
+    "qk_norm": "rms_norm",
+    "pos_embed_max_size": 384,
+    "sample_size": 128,
+}
+"""Of SD3Transformer2DModel."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One family at its real size."""
@@ -116,16 +129,7 @@ CASES: dict[str, Case] = {
     "sd3.5-medium": Case(
         family=Sd3(),
         model="SD3Transformer2DModel",
-        config={
-            "num_layers": 24,
-            "num_attention_heads": 24,
-            "attention_head_dim": 64,
-            "caption_projection_dim": 1536,
-            "dual_attention_layers": tuple(range(13)),
-            "qk_norm": "rms_norm",
-            "pos_embed_max_size": 384,
-            "sample_size": 128,
-        },
+        config=SD35_MEDIUM,
         samples=8,
         geometry=_IMAGE,
         latents={"visual": (16, 64, 64)},
@@ -353,7 +357,7 @@ def rollout(
 
 def train_step(case: Case, module: nn.Module, microgroup: Microgroup, options: Options, clock: Clock) -> dict[str, Any]:
     """LoRA, FSDP2 over one rank, one optimizer step on the recorded pairs (the second of two is timed)."""
-    recipe = _recipe(case)
+    recipe = recipe_of(case)
     attach_lora(module, LoraSpec(rank=LORA_RANK, alpha=64.0, targets=case.family.lora_targets))
     for p in module.parameters():
         if p.requires_grad:
@@ -372,16 +376,7 @@ def train_step(case: Case, module: nn.Module, microgroup: Microgroup, options: O
             fp32_modules=case.family.fp32_modules,
         )
         core = Trainer({"transformer": module}, recipe.trainer, total_steps=2, layout=layout)
-        policies = TrainerPolicies(
-            family=case.family,
-            live=module,
-            named=core.named,
-            reference=None,
-            old="none",
-            transition=make_transition(recipe.sampling.transition.type, recipe.sampling.transition.eta),
-            guidance_scale=recipe.sampling.guidance_scale,
-            dtype=torch.bfloat16,
-        )
+        policies = policies_of(case, module, core, recipe)
         advantages = [(-1.0) ** i for i in range(case.samples)]
         block = pair_block(microgroup, advantages=advantages, mask=[True] * case.samples)
         tiles = tiles_of([block], tile_size=case.samples, device=options.device)
@@ -400,7 +395,21 @@ def train_step(case: Case, module: nn.Module, microgroup: Microgroup, options: O
     }
 
 
-def _recipe(case: Case) -> RlRecipe:
+def policies_of(case: Case, module: nn.Module, core: Trainer, recipe: RlRecipe) -> TrainerPolicies:
+    return TrainerPolicies(
+        family=case.family,
+        live=module,
+        named=core.named,
+        reference=None,
+        old="none",
+        transition=make_transition(recipe.sampling.transition.type, recipe.sampling.transition.eta),
+        guidance_scale=recipe.sampling.guidance_scale,
+        dtype=torch.bfloat16,
+    )
+
+
+def recipe_of(case: Case) -> RlRecipe:
+    """One optimizer step of Flow-GRPO by LoRA; whole microgroups as tiles."""
     recipe = parse_recipe(
         {
             "run": {"name": "real_size", "iterations": 1},

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from real_size import SD35_MEDIUM
 from torch import Tensor, nn
 
 from verst.trainer.parallel import open_store
@@ -38,16 +39,6 @@ from verst.weights.transports import CollectiveSender, CudaIpcSender, DiskSender
 
 import diffusers  # isort: skip  (after verst.families, which makes a torchvision built for another torch importable)
 
-SD35_MEDIUM: dict[str, Any] = {
-    "num_layers": 24,
-    "num_attention_heads": 24,
-    "attention_head_dim": 64,
-    "caption_projection_dim": 1536,
-    "dual_attention_layers": tuple(range(13)),
-    "qk_norm": "rms_norm",
-    "pos_embed_max_size": 384,
-    "sample_size": 128,
-}
 SMALL: dict[str, Any] = {
     **SD35_MEDIUM,
     "num_layers": 2,
