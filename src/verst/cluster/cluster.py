@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
-import os
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,11 +12,13 @@ import torch
 
 from verst.algorithms.pairs import PairBlock
 from verst.cluster.actors import EngineActor, EngineRankActor, ParserActor, Process, RewardActor, TrainerActor
-from verst.cluster.calls import ActorPool, all_of, result_of
+from verst.cluster.calls import ActorPool, all_of
 from verst.cluster.engines import EngineProcesses
 from verst.cluster.nodes import SharedFolders, check_addresses, check_seen, with_absolute_paths
 from verst.cluster.placement import Placement
-from verst.cluster.tensors import as_handles, to_same_host
+from verst.cluster.session import connect
+from verst.cluster.tensors import as_handles
+from verst.cluster.trainers import TrainerGroup
 from verst.config.placement import ColocatedPlacement
 from verst.config.plan import process_plan
 from verst.config.recipe import RlRecipe
@@ -30,7 +28,7 @@ from verst.config.sync import chosen
 from verst.engine.blocks import BlockPool, supported
 from verst.engine.client import EngineClient
 from verst.engine.wire import Answer
-from verst.errors import ConfigError, SyncError
+from verst.errors import SyncError
 from verst.rewards.base import RewardBatch, Score
 from verst.rewards.calls import Call
 from verst.rewards.pool import RewardPool
@@ -69,7 +67,7 @@ class Cluster:
         self._received = BlockPool(recipe.rollout.shared_bytes if supported() else 0)
 
     async def __aenter__(self) -> Cluster:
-        self._connect()
+        connect(self._recipe)
         as_handles()
         try:
             await self._start()
@@ -89,30 +87,6 @@ class Cluster:
         self._placement.release()
         # An attached cluster goes on without us; a local one ends with all of its processes.
         ray.shutdown()
-
-    def _connect(self) -> None:
-        config = self._recipe.cluster
-        environment = _environment(self._recipe)
-        if config.address is not None:
-            ray.init(config.address, runtime_env={"env_vars": environment}, log_to_driver=False)
-            return
-        cpus = config.num_cpus or os.cpu_count() or 1
-        asked = sum(p.cpus * p.count for p in process_plan(self._recipe))
-        if asked > cpus:
-            raise ConfigError(
-                f"the run's processes ask for {asked:g} CPUs, local Ray has {cpus}; raise cluster.num_cpus "
-                f"(a logical count) to {int(asked + 0.99)} or ask for fewer processes"
-            )
-        # Worker processes of a local Ray inherit this; it must be there before they import torch.
-        os.environ.update(environment)
-        ray.init(
-            "local",  # whatever RAY_ADDRESS says
-            num_cpus=cpus,
-            include_dashboard=False,
-            object_store_memory=config.object_store_bytes,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
 
     async def _start(self) -> None:
         recipe = self._recipe
@@ -313,83 +287,3 @@ def _remote(pool: ActorPool) -> Call:
         return scores
 
     return call
-
-
-class TrainerGroup:
-    """All trainer ranks as one."""
-
-    def __init__(self, ranks: Sequence[Any]) -> None:
-        self.ranks = list(ranks)
-        self._roles = [f"trainer rank {i}" for i in range(len(ranks))]
-        self._hosts: list[str] = []
-
-    async def locate(self) -> None:
-        """Ask the ranks where they are, so that those of this host map what they are sent."""
-        self._hosts = await self._all("host")
-
-    async def build(self, sync: ChosenSync) -> None:
-        host, port = await result_of(self.ranks[0].open.remote(), role=self._roles[0])
-        await self._all("build", host, port, sync)
-
-    async def lend(self) -> list[Any]:
-        """Each rank's frozen weights, for the engine beside it."""
-        return await self._all("lend")
-
-    async def update(self, shares: Sequence[list[list[PairBlock]]]) -> UpdateMetrics:
-        """One share a rank: for each optimizer step its pair blocks."""
-        refs = []
-        for rank, host, share in zip(self.ranks, self._hosts, shares, strict=True):
-            with to_same_host(host == host_identity()):
-                refs.append(rank.update.remote(share))
-        metrics: list[UpdateMetrics] = await all_of(refs, roles=self._roles)
-        return metrics[0]
-
-    async def publish(self, version: int, *, ema: bool = False, receivers: int) -> list[Mapping[str, Any]]:
-        """The manifest of the weights that engines may take until `unpublish`: one for all, or one for each engine
-        of the rank beside it."""
-        manifests = await self._all("publish", version, ema, receivers)
-        return [manifest for manifest in manifests if manifest is not None]
-
-    async def send(self) -> str:
-        """Beside the engines' work; the digest of what was sent."""
-        digest: str = (await self._all("send"))[0]
-        return digest
-
-    async def unpublish(self) -> None:
-        await self._all("unpublish")
-
-    async def save(self, root: Path, iteration: int) -> None:
-        await self._all("save", root.absolute(), iteration)
-
-    async def saved(self) -> bool:
-        """Whether all ranks have written what they staged. Raises CheckpointError."""
-        return all(await self._all("saved"))
-
-    async def finish_save(self) -> None:
-        await self._all("finish_save")
-
-    async def load(self, folder: Path) -> None:
-        await self._all("load", folder.absolute())
-
-    async def scale_lr(self, scale: float) -> None:
-        """Learning rates from now on are the schedule's times `scale`."""
-        await self._all("scale_lr", scale)
-
-    async def _all(self, method: str, *args: Any) -> list[Any]:
-        return await all_of([getattr(rank, method).remote(*args) for rank in self.ranks], roles=self._roles)
-
-
-def _environment(recipe: RlRecipe) -> dict[str, str]:
-    """Environment of every process, read when torch is imported there."""
-    threads = recipe.run.threads or os.cpu_count() or 1
-    environment = {
-        # Waiting threads sleep: with spinning, two busy processes on two cores slow each other down many times over.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": "0",
-        "OMP_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
-    if recipe.cluster.address is None:
-        environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    return environment
