@@ -1,6 +1,7 @@
 """A failed reward is retried, then fatal or masked by policy, and never 0 (CPU-10)."""
 
 import asyncio
+import functools
 import math
 import pickle
 
@@ -9,7 +10,7 @@ import torch
 
 from verst.errors import RewardError
 from verst.rewards.base import RewardBatch
-from verst.rewards.calls import LONGEST_PAUSE_S, CallResult, combine, score_with_policy
+from verst.rewards.calls import LONGEST_PAUSE_S, CallResult, attempt, combine, score_with_policy
 
 BATCH = RewardBatch.plain(torch.zeros(2, 1, 4, 4, 3, dtype=torch.uint8), ["a", "b"])
 
@@ -36,11 +37,10 @@ class Scorer:
 def score(call, *, on_failure="stop", attempts=3, timeout_s=30.0):
     return asyncio.run(
         score_with_policy(
-            call,
+            functools.partial(attempt, call, timeout_s=timeout_s),
             BATCH,
             name="ocr",
             attempts=attempts,
-            timeout_s=timeout_s,
             on_failure=on_failure,
             backoff_s=0.0,
         )
@@ -108,7 +108,8 @@ def test_cancelling_the_task_is_no_failure_of_the_reward():
             started.set()
             await asyncio.Event().wait()
 
-        call = score_with_policy(silent, BATCH, name="r", attempts=3, timeout_s=30.0, on_failure="mask")
+        ask = functools.partial(attempt, silent, timeout_s=30.0)
+        call = score_with_policy(ask, BATCH, name="r", attempts=3, on_failure="mask")
         task = asyncio.create_task(call)
         await started.wait()
         task.cancel()

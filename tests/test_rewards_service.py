@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import functools
 import io
 import json
 import math
@@ -22,7 +23,7 @@ from verst.config import parse_recipe
 from verst.config.rewards import FrameChoice, FramesConfig, HttpReward, OpenaiReward
 from verst.errors import ConfigError, RewardError
 from verst.rewards import RewardBatch, make_reward
-from verst.rewards.calls import score_with_policy
+from verst.rewards.calls import attempt, score_with_policy
 from verst.rewards.preflight import check_rewards
 from verst.rewards.service import retry_after_s
 
@@ -75,11 +76,10 @@ def scored(config, batch=None, backoff_s=0.0):
 
     return asyncio.run(
         score_with_policy(
-            call,
+            functools.partial(attempt, call, timeout_s=config.timeout_s),
             batch or batch_of(),
             name="judge",
             attempts=config.attempts,
-            timeout_s=config.timeout_s,
             on_failure=config.on_failure,
             backoff_s=backoff_s,
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop_fixtures import on_a_loop
+from loop_fixtures import on_a_loop, on_virtual_time
 from test_pipeline import microgroup_of, task_of
 
 from verst.algorithms.advantages import advantages
@@ -51,6 +51,22 @@ class Judge:
             self.busy -= 1
 
 
+class Paced:
+    """A reward whose calls take a time; remembers when each began, and fails for some samples the first time."""
+
+    def __init__(self, seconds: float, *, fail_once: Sequence[str] = ()) -> None:
+        self.seconds = seconds
+        self.fail_once = set(fail_once)
+        self.calls: list[tuple[float, tuple[str, ...]]] = []
+
+    async def __call__(self, batch: RewardBatch) -> Sequence[float | RewardError]:
+        self.calls.append((round(asyncio.get_running_loop().time(), 6), batch.prompts))
+        await asyncio.sleep(self.seconds)
+        failing = self.fail_once & set(batch.prompts)
+        self.fail_once -= failing
+        return [RewardError("unreadable") if p in failing else float(p) for p in batch.prompts]
+
+
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
@@ -88,11 +104,70 @@ async def test_in_a_shared_call_only_the_sample_that_failed_is_masked_and_counte
 
 
 @on_a_loop
-async def test_a_shared_call_that_fails_stops_all_that_shared_it() -> None:
+async def test_in_a_shared_call_a_final_failure_stops_only_its_own_microgroup() -> None:
     pool = pool_of(Judge(), merge_size=4, attempts=1)
     jobs = [pool.score(batch_of("1", "2")), pool.score(batch_of("bad", "4"))]
-    failures = await asyncio.gather(*jobs, return_exceptions=True)
-    assert ["unreadable" in str(failure) for failure in failures] == [True, True]
+    one, two = await asyncio.gather(*jobs, return_exceptions=True)
+    assert isinstance(one, CallResult)
+    assert "unreadable" in str(two)
+
+
+@on_virtual_time
+async def test_while_all_workers_are_busy_a_call_goes_on_filling_up() -> None:
+    judge = Paced(1.0)
+    pool = pool_of(judge, merge_size=4, merge_wait_ms=10)
+
+    async def later(seconds: float, *prompts: str) -> CallResult:
+        await asyncio.sleep(seconds)
+        return await pool.score(batch_of(*prompts))
+
+    await asyncio.gather(*(later(0.2 * i, str(2 * i), str(2 * i + 1)) for i in range(6)))
+    # The first waits 10 ms for company; what comes while it is scored fills calls, the last of which is full by then.
+    assert judge.calls == [
+        (0.01, ("0", "1")),
+        (1.01, ("2", "3", "4", "5")),
+        (2.01, ("6", "7", "8", "9")),
+        (3.01, ("10", "11")),
+    ]
+
+
+@on_virtual_time
+async def test_a_batch_larger_than_a_call_is_cut_so_that_idle_workers_help() -> None:
+    judge = Paced(1.0)
+    pool = pool_of(judge, merge_size=2, workers=2)
+    result = await pool.score(batch_of("1", "2", "3", "4", "5"))
+    assert judge.calls == [(0.0, ("1", "2")), (0.0, ("3", "4")), (1.0, ("5",))]
+    assert result.values == (1.0, 2.0, 3.0, 4.0, 5.0)
+
+
+@on_virtual_time
+async def test_failed_samples_go_before_those_that_came_later() -> None:
+    judge = Paced(1.0, fail_once=["2"])
+    pool = pool_of(judge, merge_size=1, merge_wait_ms=0)
+    results = await asyncio.gather(*(pool.score(batch_of(str(i))) for i in range(6)))
+    # 2 fails at 3.0 and comes back after its pause of 0.2 s, when 3 is being scored.
+    assert [prompts for _, (prompts,) in judge.calls] == ["0", "1", "2", "3", "2", "4", "5"]
+    assert [result.num_attempts for result in results] == [1, 1, 2, 1, 1, 1]
+
+
+@on_virtual_time
+async def test_what_was_given_up_is_not_scored_and_leaves_its_worker() -> None:
+    judge = Paced(1.0)
+    pool = pool_of(judge, merge_size=2, merge_wait_ms=0)
+    jobs = [asyncio.create_task(pool.score(batch_of(f"{2 * i}", f"{2 * i + 1}"))) for i in range(3)]
+    await asyncio.sleep(0.5)
+    for job in jobs[:2]:
+        job.cancel()
+    assert (await jobs[2]).values == (4.0, 5.0)
+    assert judge.calls == [(0.0, ("0", "1")), (0.5, ("4", "5"))]
+
+
+@on_a_loop
+async def test_rewards_that_compare_a_group_get_it_alone_and_whole() -> None:
+    judge = Judge()
+    pool = pool_of(judge, merge_size=2, scope="group")
+    await asyncio.gather(pool.score(batch_of("1", "2", "3")), pool.score(batch_of("4")))
+    assert sorted(judge.calls) == [("1", "2", "3"), ("4",)]
 
 
 @on_a_loop

@@ -43,10 +43,10 @@ class RewardBase(Section):
     num_cpus: NonNegativeFloat = 0.01
     """Ray CPUs that each of them asks for: a share for placement, no limit of use."""
     merge_size: NonNegativeInt = 0
-    """Samples of one call that is shared by microgroups; 0: each microgroup is a call of its own. In a deterministic run
-    only rewards share calls whose scores cannot depend on it."""
+    """Most samples of one call: smaller microgroups share one, larger ones are cut into several, so that idle workers help;
+    0: each microgroup is a call of its own. In a deterministic run only for rewards whose scores cannot depend on it."""
     merge_wait_ms: NonNegativeInt = 50
-    """Milliseconds that the first sample of a shared call waits for others at most."""
+    """Milliseconds that the first sample of a shared call waits for others at most, where a worker is free for it."""
     attempts: PositiveInt = 3
     """Calls before a failure is final."""
     timeout_s: PositiveFloat = 120.0

@@ -10,7 +10,6 @@ import logging
 import math
 from asyncio import sleep
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +20,8 @@ from verst.types import Scores
 log = logging.getLogger(__name__)
 
 Call = Callable[[RewardBatch], Awaitable[Sequence[Score]]]
+Ask = Callable[[RewardBatch], Awaitable[list[Score]]]
+"""The same with an error for each sample of a call that failed."""
 LONGEST_PAUSE_S = 60.0
 """A service that wants to be left alone for longer is asked again after this all the same."""
 
@@ -55,58 +56,56 @@ class CallResult:
 
 
 async def score_with_policy(
-    call: Call,
+    ask: Ask,
     batch: RewardBatch,
     *,
     name: str,
     attempts: int,
-    timeout_s: float,
     on_failure: Literal["stop", "mask"],
     backoff_s: float = 0.2,
-    place: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
 ) -> CallResult:
     """Scores of B samples.
 
-    An exception of `call`, a call longer than `timeout_s`, a wrong number of scores and an error in the place of a score
-    are failures. The samples without a score, and no others, are asked about again after backoff_s, 2 backoff_s, ... (or
+    The samples that `ask` gives an error for, and no others, are asked about again after backoff_s, 2 backoff_s, ... (or
     what a service asked for) until `attempts` are used up or an error is permanent. Then RewardError ("stop"), or NaN
-    for those samples ("mask"). A failure is never a score. `place` is held during each call; waiting for it is not
-    counted in `timeout_s`.
+    for those samples ("mask"). A failure is never a score.
     """
     scores: list[Score] = [RewardError("was not asked")] * len(batch)
     left = list(range(len(batch)))
-    attempt = 0
-    while left and attempt < attempts:
-        attempt += 1
+    number = 0
+    while left and number < attempts:
+        number += 1
         asked = batch if len(left) == len(batch) else batch.rows(left)
-        for row, score in zip(left, await _attempt(call, asked, timeout_s, place), strict=True):
+        for row, score in zip(left, await ask(asked), strict=True):
             scores[row] = score
         errors = [score for score in scores if isinstance(score, RewardError)]
         if errors:
-            log.warning("reward %s, attempt %d of %d, %d samples: %s", name, attempt, attempts, len(errors), errors[-1])
+            log.warning("reward %s, attempt %d of %d, %d samples: %s", name, number, attempts, len(errors), errors[-1])
         left = [row for row, score in enumerate(scores) if isinstance(score, RewardError) and not score.permanent]
-        if left and attempt < attempts:
+        if left and number < attempts:
             wanted = max(error.retry_after_s for error in errors)
-            await sleep(min(max(backoff_s * 2 ** (attempt - 1), wanted), LONGEST_PAUSE_S))
+            await sleep(min(max(backoff_s * 2 ** (number - 1), wanted), LONGEST_PAUSE_S))
     failures = [score for score in scores if isinstance(score, RewardError)]
     if failures and on_failure == "stop":
         last = failures[-1]
-        times = "for good" if last.permanent else f"{attempt} times"
+        times = "for good" if last.permanent else f"{number} times"
         raise RewardError(f"reward {name} failed {times}, last: {last}") from (last.__cause__ or last)
     values = [math.nan if isinstance(score, RewardError) else float(score) for score in scores]
     return CallResult(
         values=tuple(value if math.isfinite(value) else math.nan for value in values),
-        num_attempts=attempt,
+        num_attempts=number,
         failed=tuple(row for row, score in enumerate(scores) if isinstance(score, RewardError)),
     )
 
 
-async def _attempt(
-    call: Call, batch: RewardBatch, timeout_s: float, place: Callable[[], AbstractAsyncContextManager[None]]
-) -> list[Score]:
-    """One a sample; where the call as a whole failed, its error for each of them."""
+async def attempt(call: Call, batch: RewardBatch, *, timeout_s: float) -> list[Score]:
+    """One call: a score or an error for each sample.
+
+    Where the call as a whole failed (an exception, no answer within timeout_s, a wrong number of scores), its error for
+    each of them.
+    """
     try:
-        async with place(), asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s):
             answer = await call(batch)
         scores = [score if isinstance(score, RewardError) else float(score) for score in answer]
         if len(scores) != len(batch):

@@ -1,37 +1,69 @@
-"""All workers of one reward as one: a call waits for a free worker, and small batches may share a call."""
+"""All workers of one reward as one: samples queue for them, and a free worker takes as many as make a call.
+
+score ─> cut to calls ─> queue (one for each kind of batch) ─> a free worker ─> scores, failed samples once more
+                             └ waits for company up to a deadline
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verst.config.rewards import RewardConfig, reward_name, rows_are_independent
-from verst.rewards.base import RewardBatch
-from verst.rewards.calls import Call, CallResult, score_with_policy
+from verst.config.rewards import RewardConfig, is_group_wise, reward_name, rows_are_independent
+from verst.rewards.base import RewardBatch, Score
+from verst.rewards.calls import Call, CallResult, attempt, score_with_policy
 
 
-@dataclass
-class _Waiting:
-    """Batches that will share a call."""
+@dataclass(kw_only=True, eq=False)
+class _Piece:
+    """Samples of one microgroup that are scored in one call."""
 
-    batches: list[RewardBatch] = field(default_factory=list)
-    results: list[asyncio.Future[CallResult]] = field(default_factory=list)
-    timer: asyncio.TimerHandle | None = None
+    batch: RewardBatch
+    scores: asyncio.Future[list[Score]]
+    due: float
+    """When it stops waiting for company, on the loop's clock."""
+    is_queued: bool = True
 
-    def num_samples(self) -> int:
-        return sum(map(len, self.batches))
+
+@dataclass(kw_only=True)
+class _Lane:
+    """Pieces of one kind, which may share a call; the first goes first."""
+
+    pieces: deque[_Piece] = field(default_factory=deque)
+    num_samples: int = 0
+    """Of those that nobody has given up."""
+
+    def add(self, pieces: Sequence[_Piece], *, in_front: bool) -> None:
+        if in_front:
+            self.pieces.extendleft(reversed(pieces))
+        else:
+            self.pieces.extend(pieces)
+        self.num_samples += sum(len(piece.batch) for piece in pieces)
+
+    def head(self) -> _Piece | None:
+        while self.pieces and not self.pieces[0].is_queued:
+            self.pieces.popleft()
+        return self.pieces[0] if self.pieces else None
+
+    def drop(self, piece: _Piece) -> None:
+        """It is taken, or given up."""
+        if piece.is_queued:
+            piece.is_queued = False
+            self.num_samples -= len(piece.batch)
 
 
 class RewardPool:
     """At most `workers` calls are in flight, so that `timeout_s` is the time of a call and not of its queue.
 
-    With `merge_size` batches of one shape share a call: it is made when that many samples wait, or `merge_wait_ms` after
-    the first of them. In a deterministic run that is only done for rewards whose rows are independent: what shares a
-    call depends on timing, and must not change a score.
+    With `merge_size` a call has up to so many samples: batches of one shape share it, and larger batches are cut, so that
+    idle workers help with the last ones. A free worker takes a full call at once, and a smaller one `merge_wait_ms` after
+    its first sample came; while all are busy, calls go on filling up. Samples that failed go before those that came later.
+    In a deterministic run that is only done for rewards whose rows are independent: what shares a call depends on timing,
+    and must not change a score. Rewards that compare a group always get that group alone, and whole.
     """
 
     def __init__(
@@ -41,28 +73,27 @@ class RewardPool:
         self._config = config
         self._raw_call = call
         self._clock = clock
-        self._merges = config.merge_size > 0 and (rows_are_independent(config) or not deterministic)
-        self._places = asyncio.Semaphore(config.workers)
-        self._waiting: dict[Any, _Waiting] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._queued = 0
+        merges = not is_group_wise(config) and (rows_are_independent(config) or not deterministic)
+        self._size = config.merge_size if merges else 0
+        """Samples of a call; 0: each batch is one."""
+        self._free = config.workers
+        self._lanes: dict[Any, _Lane] = {}
+        self._calls: dict[asyncio.Task[None], list[_Piece]] = {}
+        self._timer: asyncio.TimerHandle | None = None
         self._reset()
 
     async def score(self, batch: RewardBatch) -> CallResult:
-        """Raises RewardError after a final failure under "stop"; of all batches of a shared call."""
-        if not self._merges:
-            return await self._with_policy(batch)
-        key = batch.kind()
-        waiting = self._waiting.setdefault(key, _Waiting())
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[CallResult] = loop.create_future()
-        waiting.batches.append(batch)
-        waiting.results.append(result)
-        if waiting.num_samples() >= self._config.merge_size:
-            self._flush(key)
-        elif waiting.timer is None:
-            waiting.timer = loop.call_later(self._config.merge_wait_ms / 1000, self._flush, key)
-        return await result
+        """Raises RewardError after a final failure under "stop"."""
+        config, asked = self._config, 0
+
+        async def ask(rows: RewardBatch) -> list[Score]:
+            nonlocal asked
+            asked += 1
+            return await self._ask(rows, again=asked > 1)
+
+        return await score_with_policy(
+            ask, batch, name=self.name, attempts=config.attempts, on_failure=config.on_failure
+        )
 
     def metrics(self) -> dict[str, float]:
         """Since the last call of this; see docs/metrics.md."""
@@ -78,63 +109,94 @@ class RewardPool:
 
     def _reset(self) -> None:
         self._since = self._clock()
-        self._busy_s, self._num_calls, self._num_samples, self._max_queue = 0.0, 0, 0, self._queued
+        self._busy_s, self._num_calls, self._num_samples, self._max_queue = 0.0, 0, 0, self._queued()
 
-    def _flush(self, key: Any) -> None:
-        waiting = self._waiting.pop(key)
-        if waiting.timer is not None:
-            waiting.timer.cancel()
-        task = asyncio.get_running_loop().create_task(self._shared(waiting))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _queued(self) -> int:
+        return sum(lane.num_samples for lane in self._lanes.values())
 
-    async def _shared(self, waiting: _Waiting) -> None:
+    async def _ask(self, batch: RewardBatch, *, again: bool) -> list[Score]:
+        """One score a sample. again: they have waited before, so they go first and for no company."""
+        loop, wait_s = asyncio.get_running_loop(), self._config.merge_wait_ms / 1000
+        due = 0.0 if again else loop.time() + wait_s
+        pieces = [_Piece(batch=part, scores=loop.create_future(), due=due) for part in _cut(batch, self._size)]
+        lane = self._lanes.setdefault(batch.kind() if self._size else None, _Lane())
+        lane.add(pieces, in_front=again)
+        self._dispatch()
         try:
-            result = await self._with_policy(RewardBatch.join(waiting.batches))
-        except BaseException as error:
-            for future in waiting.results:
-                if not future.done():
-                    future.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
-            return
-        start = 0
-        for batch, future in zip(waiting.batches, waiting.results, strict=True):
-            if not future.done():
-                future.set_result(result.part(start, start + len(batch)))
-            start += len(batch)
-
-    async def _with_policy(self, batch: RewardBatch) -> CallResult:
-        config = self._config
-        return await score_with_policy(
-            self._call,
-            batch,
-            name=self.name,
-            attempts=config.attempts,
-            timeout_s=config.timeout_s,
-            on_failure=config.on_failure,
-            place=self._place,
-        )
-
-    @contextlib.asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        """A free worker's place."""
-        self._queued += 1
-        self._max_queue = max(self._max_queue, self._queued)
-        try:
-            await self._places.acquire()
+            return [score for piece in pieces for score in await piece.scores]
         finally:
-            self._queued -= 1
-        try:
-            yield
-        finally:
-            self._places.release()
+            # After a cancellation; otherwise all of them are done.
+            for piece in pieces:
+                lane.drop(piece)
+                piece.scores.cancel()
+            self._cancel_unread()
 
-    async def _call(self, batch: RewardBatch) -> Any:
+    def _cancel_unread(self) -> None:
+        for task, pieces in self._calls.items():
+            if all(piece.scores.cancelled() for piece in pieces):
+                task.cancel()
+
+    def _dispatch(self) -> None:
+        """Every free worker gets what is ready for it."""
+        loop = asyncio.get_running_loop()
+        while self._free and (lane := self._ready(loop.time())) is not None:
+            self._free -= 1
+            pieces = list(self._take(lane))
+            task = loop.create_task(self._call(pieces), name=f"reward {self.name}")
+            self._calls[task] = pieces
+            task.add_done_callback(self._ended)
+        self._max_queue = max(self._max_queue, self._queued())
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        heads = [head.due for lane in self._lanes.values() if (head := lane.head()) is not None]
+        if self._free and heads:
+            self._timer = loop.call_at(min(heads), self._dispatch)
+
+    def _ready(self, now: float) -> _Lane | None:
+        """The lane with the longest waiting piece, of those that fill a call or are due; empty ones are removed."""
+        heads = {key: head for key, lane in self._lanes.items() if (head := lane.head()) is not None}
+        self._lanes = {key: self._lanes[key] for key in heads}
+        ready = [k for k, head in heads.items() if head.due <= now or self._lanes[k].num_samples >= self._size]
+        return self._lanes[min(ready, key=lambda key: heads[key].due)] if ready else None
+
+    def _take(self, lane: _Lane) -> Iterable[_Piece]:
+        """The pieces of the next call."""
+        room = self._size
+        while (head := lane.head()) is not None and (room == self._size or len(head.batch) <= room):
+            lane.drop(head)
+            yield head
+            room -= len(head.batch)
+            if room <= 0:
+                return
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        for piece in self._calls.pop(task):
+            if task.cancelled():
+                piece.scores.cancel()
+            elif (error := task.exception()) is not None and not piece.scores.done():
+                piece.scores.set_exception(error)
+        self._free += 1
+        self._dispatch()
+
+    async def _call(self, pieces: Sequence[_Piece]) -> None:
+        batch = RewardBatch.join([piece.batch for piece in pieces]) if len(pieces) > 1 else pieces[0].batch
         self._num_calls += 1
         self._num_samples += len(batch)
         started = self._clock()
         try:
-            return await self._raw_call(batch)
+            scores = await attempt(self._raw_call, batch, timeout_s=self._config.timeout_s)
         finally:
             self._busy_s += self._clock() - started
+        start = 0
+        for piece in pieces:
+            if not piece.scores.done():
+                piece.scores.set_result(scores[start : start + len(piece.batch)])
+            start += len(piece.batch)
+
+
+def _cut(batch: RewardBatch, size: int) -> list[RewardBatch]:
+    """The batch in parts of `size` samples, and what is left over; size 0: as it is."""
+    if not size or len(batch) <= size:
+        return [batch]
+    return [batch.rows(range(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
