@@ -55,7 +55,7 @@ class Engine:
         self._world = world
         self.url = "here"
 
-    async def generate(self, request: GenerateRequest) -> Answer:
+    async def generate(self, request: GenerateRequest, *, weight_version: int | None = None) -> Answer:
         world = self._world
         await world.delay()
         world.happens("generate" if request.rollout else "evaluate")

@@ -20,19 +20,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "torchvision_shim": set(),
     "config": set(),
     "obs": set(),
+    "web": set(),
     "flow": set(),
     "weights": set(),
     "rewards": {"config"},
-    "router": {"config", "obs"},
-    "dashboard": {"obs"},
+    "router": {"config", "obs", "web"},
+    "dashboard": {"obs", "web"},
     "families": {"config", "flow"},
     "algorithms": {"config", "flow"},
-    "engine": {"config", "obs", "flow", "families", "weights"},
+    "engine": {"config", "obs", "web", "flow", "families", "weights"},
     "data": {"config", "flow", "families"},
     "trainer": {"config", "obs", "flow", "families", "weights", "algorithms"},
     # flow: the seeds of samples and the steps of a group are drawn by the rollout side, without any model.
     "rollout": {"config", "obs", "flow", "algorithms", "rewards", "engine"},
-    "cluster": {"config", "obs", "algorithms", "engine", "router", "trainer", "rollout", "rewards", "weights"},
+    "cluster": {"config", "obs", "web", "algorithms", "engine", "router", "trainer", "rollout", "rewards", "weights"},
 }
 _ALL = set(MAY_IMPORT)
 MAY_IMPORT["loops"] = _ALL
@@ -44,7 +45,7 @@ ONLY_MODULES = {
     ("cluster", "weights"): {"block"},
 }
 """(importer, imported) -> the only modules of the imported package that it may see."""
-WITHOUT_TORCH = {"config", "obs", "router", "dashboard"}
+WITHOUT_TORCH = {"config", "obs", "web", "router", "dashboard"}
 CLI_AT_MODULE_LEVEL = {"cli", "config", "errors"}
 
 Import = tuple[Path, int, str, bool]

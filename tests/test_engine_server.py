@@ -18,13 +18,15 @@ import safetensors.torch
 import torch
 from engine_fixtures import HeldServer, HeldWorker, folder, keys, raw, request  # noqa: F401
 
-from verst.engine.batching import Batcher, Expired
+from verst.engine.batching import Batcher, Expired, OtherWeights
 from verst.engine.client import EngineClient
 from verst.engine.server import EngineServer
 from verst.engine.wire import decode_response, to_microgroup
 from verst.engine.worker import Worker
-from verst.errors import ConfigError, EngineError, RequestError, SyncError
+from verst.errors import ConfigError, EchoError, EngineError, RequestError, SyncError
 from verst.families.tiny import build_tiny
+from verst.web.guard import new_token
+from verst.web.terms import Terms
 from verst.weights.send import Outgoing, trained_tensors
 from verst.weights.transports import ShmSender
 
@@ -490,6 +492,75 @@ def test_a_dead_worker_ends_the_engine_and_every_waiting_request(folder: Path, f
             await task
 
     asyncio.run(scenario())
+
+
+def test_the_terms_of_a_request_hold_when_its_batch_begins(folder: Path) -> None:  # noqa: F811
+    async def scenario() -> None:
+        batcher, workers = held(folder, max_batch=8)
+        task = await running(batcher)
+        begun = asyncio.create_task(batcher.generate(request(seeds=(1,))))
+        await asyncio.to_thread(workers[0].begun.wait, 10)
+        update = asyncio.create_task(batcher.control(lambda worker: setattr(worker, "weight_version", 7)))
+        await asyncio.sleep(0.01)
+        jobs = [
+            asyncio.create_task(batcher.generate(request(seeds=(seed,)), terms=terms))
+            for seed, terms in enumerate(
+                (Terms(), Terms(version=-1), Terms(version=7), Terms(min_version=8), Terms(min_version=6)), start=2
+            )
+        ]
+        late = asyncio.create_task(batcher.generate(request(seeds=(9,)), terms=Terms(timeout_s=0.05)))
+        with pytest.raises(Expired, match=r"not done in 0\.05 s"):
+            await late
+        workers[0].go.set()
+        await asyncio.gather(begun, update)
+        outcomes = await asyncio.gather(*jobs, return_exceptions=True)
+        assert workers[0].batches == [[(1,)], [(2,), (4,), (6,)]]
+        for index, message in ((1, "weights of version 7, the request wants weights of version -1"), (3, "8 or newer")):
+            assert isinstance(outcomes[index], OtherWeights)
+            assert message in str(outcomes[index])
+        await ended(task)
+
+    asyncio.run(scenario())
+
+
+def test_the_answer_says_what_made_it_and_other_weights_are_refused(
+    server: EngineServer,
+    http: httpx.Client,
+) -> None:
+    made = http.post("/rollout/generate", json=raw(), headers={"verst-weight-version": "-1"})
+    assert (made.status_code, made.headers["verst-weight-version"]) == (200, "-1")
+    refused = http.post("/rollout/generate", json=raw(), headers={"verst-min-weight-version": "0"})
+    assert refused.status_code == 409
+    assert http.post("/rollout/generate", json=raw(), headers={"verst-timeout-s": "soon"}).status_code == 400
+
+    async def ask() -> None:
+        async with EngineClient(server.url) as client:
+            with pytest.raises(EchoError, match="weights of version -1, the request wants weights of version 3"):
+                await client.generate(request(), weight_version=3)
+
+    asyncio.run(ask())
+
+
+def test_a_server_that_others_can_reach_wants_a_token(folder: Path) -> None:  # noqa: F811
+    with pytest.raises(ConfigError, match=r"engine\.host = '0\.0\.0\.0' can be reached"):
+        EngineServer(folder, host="0.0.0.0")
+    token = new_token()
+    server = EngineServer(folder, token=token)
+    server.start()
+    try:
+        server.wait_ready(60)
+
+        async def ask() -> None:
+            async with EngineClient(server.url, token=token) as client, EngineClient(server.url) as stranger:
+                assert await client.health()
+                assert not await stranger.health()
+                with pytest.raises(RequestError, match="Authorization: Bearer"):
+                    await stranger.generate(request())
+                assert await client.negotiate() == "msgpack (rollout.transport)"
+
+        asyncio.run(ask())
+    finally:
+        server.stop()
 
 
 def test_a_full_queue_and_a_client_that_goes_away(folder: Path) -> None:  # noqa: F811

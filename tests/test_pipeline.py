@@ -369,7 +369,7 @@ class FakeClient:
         self.versions: list[int] = []
         self.closed = False
 
-    async def generate(self, request: GenerateRequest) -> Answer:
+    async def generate(self, request: GenerateRequest, *, weight_version: int | None = None) -> Answer:
         if self.answers is not None:
             return self.answers
         done = asyncio.Event()

@@ -61,8 +61,10 @@ def serve(model: Path, *, port: int, dtype: str, device: str, **options: Any) ->
     import torch
 
     from verst.engine.server import EngineServer
+    from verst.web.guard import token_from_environment
 
-    server = EngineServer(model, port=port, dtype=getattr(torch, dtype), device=_device(device), **options)
+    options |= {"dtype": getattr(torch, dtype), "device": _device(device), "token": token_from_environment()}
+    server = EngineServer(model, port=port, **options)
     server.serve_forever()
 
 

@@ -48,8 +48,8 @@ class Process:
 class EngineActor(Process):
     """A native engine and its HTTP server."""
 
-    def __init__(self, recipe: RlRecipe, *, index: int, device: str) -> None:
-        self._recipe, self._index = recipe, index
+    def __init__(self, recipe: RlRecipe, *, index: int, device: str, token: str | None) -> None:
+        self._recipe, self._index, self._token = recipe, index, token
         self._device = torch.device(device)
         self._store: Any = None
 
@@ -81,6 +81,7 @@ class EngineActor(Process):
             loan=loan,
             shared_bytes=0 if recipe.rollout.transport == "msgpack" else recipe.rollout.shared_bytes,
             meeting=None if self._store is None else _meeting(recipe, self._store, rank=0),
+            token=self._token,
         )
         self._server.start()
         self._server.wait_ready(timeout_s)

@@ -38,6 +38,7 @@ from verst.rollout.scoring import Scorer
 from verst.trainer.rl import UpdateMetrics
 from verst.trainer.topology import Place, choose, here
 from verst.types import Microgroup, SampleKey, Scores
+from verst.web.guard import new_token, token_from_environment
 from verst.weights.block import host_identity
 
 _RESTARTS = 3
@@ -104,9 +105,11 @@ class Cluster:
             return actor
 
         per_engine = recipe.engine.parallel.ranks
+        # Made for this run where the environment has none: nobody else asks its engines anything.
+        token = token_from_environment() or new_token()
         self._engines = [
             EngineProcesses(
-                spawn(EngineActor, "engine", recipe, index=i, device=self._device, place=i * per_engine),
+                spawn(EngineActor, "engine", recipe, index=i, device=self._device, token=token, place=i * per_engine),
                 [
                     spawn(EngineRankActor, "engine", recipe, rank=r, device=self._device, place=i * per_engine + r)
                     for r in range(1, per_engine)
@@ -155,6 +158,7 @@ class Cluster:
                 compression=recipe.rollout.compression,
                 hosts=self._parsers.hosts,
                 pool=self._received,
+                token=token,
             )
             for url in urls
         ]

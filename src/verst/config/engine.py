@@ -36,7 +36,7 @@ class NativeEngine(Section):
     request_timeout_s: PositiveFloat = 600.0
     """Seconds one request may take, waiting included."""
     host: str | None = None
-    """Address that the server listens on; it knows no passwords. Unset = 127.0.0.1 with a local Ray, and in a running cluster (cluster.address) the address of the engine's node there."""
+    """Address that the server listens on. Elsewhere than on loopback, clients must know the environment's VERST_TOKEN, or a token that is made for the run. Unset = 127.0.0.1 with a local Ray, and in a running cluster (cluster.address) the address of the engine's node there."""
     port: Annotated[int, Field(ge=0, le=65535, strict=True)] = 0
     """First engine's port, the next engines take the following ones; 0 = any free port."""
 

@@ -14,12 +14,13 @@ import safetensors
 import safetensors.torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import StatelessLifespan
 
-from verst.engine.batching import Batcher, Expired
+from verst.engine.batching import Batcher, Expired, OtherWeights
 from verst.engine.blocks import BlockPool
 from verst.engine.images import ConditionImages
 from verst.engine.request import GenerateRequest, explain
@@ -27,7 +28,18 @@ from verst.engine.resolve import resolve
 from verst.engine.transport import Accepted, Shipment, ship
 from verst.engine.worker import Unavailable
 from verst.errors import ConfigError, EngineError, ModelError, PromptError, RequestError, SyncError, VerstError
+from verst.web.guard import Guard, Limits
+from verst.web.terms import Terms
 from verst.weights.manifest import Manifest
+
+LIMITS = Limits(
+    body_bytes_at={
+        "/rollout/check_prompts": 512 * 2**20,
+        "/rollout/check_requests": 512 * 2**20,
+        "/update_weights_from_tensor": 8 * 2**30,
+    }
+)
+"""Prompts of a whole run are checked at once, and weights may come in a request."""
 
 
 class _Body(BaseModel):
@@ -100,7 +112,8 @@ class Endpoints:
         record = GenerateRequest.model_validate_json(body)
         accepted = Accepted.of(request.headers)
         encode = functools.partial(ship, accepted=accepted, pool=self._pool)
-        work = asyncio.ensure_future(self._batcher.generate(record, encode=encode))
+        terms = Terms.of(request.headers)
+        work = asyncio.ensure_future(self._batcher.generate(record, terms=terms, encode=encode))
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -236,9 +249,14 @@ class Endpoints:
 
 
 def create_app(
-    batcher: Batcher, *, info: dict[str, Any], pool: BlockPool | None, lifespan: StatelessLifespan[Starlette]
+    batcher: Batcher,
+    *,
+    info: dict[str, Any],
+    pool: BlockPool | None,
+    token: str | None,
+    lifespan: StatelessLifespan[Starlette],
 ) -> Starlette:
-    """The engine's application."""
+    """The engine's application. token: that clients must know; None on loopback alone."""
     e = Endpoints(batcher, info, pool)
     posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/rollout/generate": e.generate,
@@ -262,7 +280,8 @@ def create_app(
     routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
     routes += [Route(path, handler, methods=["GET"]) for path, handler in gets.items()]
     handlers: dict[Any, Any] = {ValidationError: _invalid, VerstError: _failed, Exception: _crashed}
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    guard = Middleware(Guard, token=token, limits=LIMITS)
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=[guard])
 
 
 async def _disconnected(request: Request) -> None:
@@ -280,6 +299,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
 async def _failed(request: Request, error: Exception) -> Response:
     if isinstance(error, Unavailable):
         return _error(str(error), 503, {"Retry-After": "1"})
+    if isinstance(error, OtherWeights):
+        return _error(str(error), 409)
     if isinstance(error, Expired):
         return _error(str(error), 504)
     if isinstance(error, RequestError | PromptError | SyncError | ModelError | ConfigError):

@@ -28,6 +28,7 @@ from verst.engine.wire import encode_response
 from verst.engine.worker import Unavailable, Worker
 from verst.errors import EngineError
 from verst.families import Components
+from verst.web.terms import ANY, Terms
 
 T = TypeVar("T")
 State = Literal["loading", "ready", "asleep", "failed"]
@@ -39,10 +40,15 @@ class Expired(EngineError):
     """A request was not done within its time (HTTP 504)."""
 
 
+class OtherWeights(EngineError):
+    """The engine holds weights that a request does not want (HTTP 409)."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Job:
     resolved: Resolved
     arrived: float
+    terms: Terms
     encode: Callable[[Records], Any]
     done: asyncio.Future[Any]
 
@@ -143,10 +149,16 @@ class Batcher:
         if self._closing is not None:
             self._closing.result(timeout_s)
 
-    async def generate(self, request: GenerateRequest, *, encode: Callable[[Records], Any] = encode_response) -> Any:
+    async def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        terms: Terms = ANY,
+        encode: Callable[[Records], Any] = encode_response,
+    ) -> Any:
         """What `encode` makes of the samples, on the worker thread. Cancelling takes a waiting request out of the queue.
 
-        Raises RequestError or PromptError (400), Unavailable (503), Expired (504), EngineError (500).
+        Raises RequestError or PromptError (400), OtherWeights (409), Unavailable (503), Expired (504), EngineError (500).
         """
         components = self.components
         if self.state == "asleep":
@@ -159,16 +171,18 @@ class Batcher:
         job = _Job(
             resolved=resolve(request, components, images=images),
             arrived=time.perf_counter(),
+            terms=terms,
             encode=encode,
             done=_new_future(),
         )
         self._put(job)
+        timeout_s = min(self._timeout_s, terms.timeout_s or self._timeout_s)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(timeout_s):
                 answer = await job.done
         except TimeoutError:
             raise Expired(
-                f"the request was not done in {self._timeout_s} s, of which it may all have been waiting: "
+                f"the request was not done in {timeout_s:g} s, of which it may all have been waiting: "
                 "raise engine.request_timeout_s, or send fewer requests at a time"
             ) from None
         finally:
@@ -194,7 +208,11 @@ class Batcher:
         if isinstance(item, _Control):
             await self._serve_control(pool, worker, item)
             return
-        self._serving = batch = [item, *self._companions(item)]
+        if not item.terms.admits(worker.weight_version):
+            held = f"the engine holds weights of version {worker.weight_version}"
+            _settle(item.done, OtherWeights(f"{held}, the request wants {item.terms}"))
+            return
+        self._serving = batch = [item, *self._companions(item, worker.weight_version)]
         started = time.perf_counter()
 
         def stopped() -> bool:
@@ -219,7 +237,7 @@ class Batcher:
         result = await self._on_thread(pool, lambda: item.call(worker))
         _settle(item.done, result)
 
-    def _companions(self, head: _Job) -> list[_Job]:
+    def _companions(self, head: _Job, version: int) -> list[_Job]:
         """Waiting requests that fit into the batch of `head`, up to the next weight update; they leave the queue."""
         if self._deterministic:
             return []
@@ -228,7 +246,8 @@ class Batcher:
             if isinstance(item, _Control):
                 break
             more = len(item.resolved.seeds)
-            if item.resolved.join_key == key and rows + more <= self._max_batch:
+            wanted = item.resolved.join_key == key and item.terms.admits(version)
+            if wanted and rows + more <= self._max_batch:
                 chosen.append(item)
                 rows += more
         for job in chosen:

@@ -17,6 +17,8 @@ from verst.engine.request import GenerateRequest
 from verst.engine.transport import Accepted, receive
 from verst.engine.wire import Answer
 from verst.errors import ConfigError, EchoError, EngineError, RequestError, SyncError
+from verst.web.guard import bearer
+from verst.web.terms import Terms
 from verst.weights.block import host_identity
 from verst.weights.manifest import Certificate, Manifest, verify
 
@@ -40,21 +42,24 @@ class EngineClient:
         compression: Compression = "none",
         hosts: Collection[str] = (),
         pool: BlockPool | None = None,
+        token: str | None = None,
     ) -> None:
         """timeout_s: one answer may take; busy_s: a 503 is tried again; refused_s: a refused connection is.
 
         hosts: identities of the hosts, besides this one, on which answers will be read; pool: where those that come
-        over the network are put.
+        over the network are put; token: that the engine wants to see.
         """
         self._transport = transport
         self._accepted = Accepted(codec=None if compression == "none" else compression)
         self._hosts = {host_identity(), *hosts}
         self._pool = pool
         self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
         self._busy_s = busy_s
         self._refused_s = refused_s
         self._http = httpx.AsyncClient(
             base_url=self.url,
+            headers=bearer(token),
             timeout=httpx.Timeout(timeout_s, connect=10.0, pool=None),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=5.0),
             # Engines are reached directly, whatever proxy the environment names.
@@ -100,10 +105,14 @@ class EngineClient:
         others = sorted(self._hosts - {info["host"]})
         return f"is on host {info['host']}, answers are read on {', '.join(others)}" if others else None
 
-    async def generate(self, request: GenerateRequest) -> Answer:
-        """The response as it came. Raises RequestError (refused), EngineError (failed, died, busy for too long)."""
+    async def generate(self, request: GenerateRequest, *, weight_version: int | None = None) -> Answer:
+        """The response as it came. weight_version: that shall make it.
+
+        Raises RequestError (refused), EchoError (other weights are held), EngineError (failed, died, busy for too long).
+        """
         body, path = request.model_dump(mode="json", exclude_none=True), "/rollout/generate"
-        response = await self._open(path, body, headers=self._accepted.headers())
+        terms = Terms(version=weight_version, timeout_s=self._timeout_s)
+        response = await self._open(path, body, headers={**self._accepted.headers(), **terms.headers()})
         try:
             return await receive(response, self._pool)
         except httpx.TransportError as error:
@@ -197,6 +206,8 @@ class EngineClient:
     def _checked(self, response: httpx.Response, path: str) -> httpx.Response:
         if response.status_code >= 500:
             raise EngineError(f"engine {self.url} failed at {path} ({response.status_code}): {_message(response)}")
+        if response.status_code == 409:
+            raise EchoError(f"engine {self.url}: {_message(response)}")
         if response.status_code >= 400:
             raise RequestError(_message(response))
         return response

@@ -26,6 +26,7 @@ from verst.engine.ranks import EngineRanks, Meeting
 from verst.engine.worker import Worker
 from verst.errors import ConfigError, EngineError
 from verst.flow.determinism import make_deterministic
+from verst.web.guard import check_exposed
 from verst.weights.block import host_identity
 from verst.weights.loan import Loan
 
@@ -53,12 +54,17 @@ class EngineServer:
         loan: Loan | None = None,
         shared_bytes: int = 4 * 2**30,
         meeting: Meeting | None = None,
+        token: str | None = None,
     ) -> None:
         """port 0 takes any free one; threads 0 leaves torch's number as it is. loan: see Worker.
+
+        token: what clients must know; without one the server listens on loopback alone, or raises ConfigError.
 
         shared_bytes: most shared memory for answers to clients of this host; 0 = none. meeting: of an engine of several
         ranks, of which this is the first.
         """
+        check_exposed(host, token, key="engine.host")
+        self._token = token
         self._folder, self._dtype, self._device = folder, dtype, torch.device(device)
         self._fp32_modules = fp32_modules
         self._host, self._port = host, port
@@ -203,7 +209,7 @@ class EngineServer:
             task.cancel()
             await asyncio.wait({task})
 
-        return create_app(batcher, info=info, pool=self._pool, lifespan=lifespan)
+        return create_app(batcher, info=info, pool=self._pool, token=self._token, lifespan=lifespan)
 
     def _load(self) -> Worker:
         if self._threads > 0:

@@ -27,6 +27,7 @@ from torch import Tensor
 from verst.engine.blocks import Block, BlockHandle, BlockPool, open_block
 from verst.engine.wire import Answer, response_parts, share_response
 from verst.errors import EngineError
+from verst.web.terms import WEIGHT_VERSION
 
 MSGPACK = "application/msgpack"
 SHARED = "application/vnd.verst.shared+msgpack"
@@ -69,28 +70,33 @@ class Shipment:
     parts: Sequence[bytes | memoryview]
     block: BlockHandle | None = None
     codec: str | None = None
+    weight_version: int | None = None
+    """Of the samples."""
 
     @property
     def nbytes(self) -> int:
         return sum(len(part) for part in self.parts)
 
     def response(self) -> Response:
+        headers = {} if self.weight_version is None else {WEIGHT_VERSION: str(self.weight_version)}
         if self.block is not None:
-            return Response(b"".join(self.parts), media_type=SHARED, headers={_BLOCK: json.dumps(self.block)})
+            headers[_BLOCK] = json.dumps(self.block)
+            return Response(b"".join(self.parts), media_type=SHARED, headers=headers)
         if self.codec is not None:
-            headers = {"content-encoding": self.codec, _RAW_BYTES: str(self.nbytes)}
+            headers |= {"content-encoding": self.codec, _RAW_BYTES: str(self.nbytes)}
             return StreamingResponse(_frames(self.parts, self.codec), media_type=MSGPACK, headers=headers)
-        headers = {"content-length": str(self.nbytes)}
+        headers["content-length"] = str(self.nbytes)
         return StreamingResponse(_pieces(self.parts, _PIECE_BYTES), media_type=MSGPACK, headers=headers)
 
 
 def ship(samples: Sequence[dict[str, Any]], accepted: Accepted, pool: BlockPool | None) -> Shipment:
     """The response for a client. pool: None where the engine has no shared memory; when it is full, all is sent."""
+    version = samples[0].get("weight_version") if samples else None
     if accepted.shared and pool is not None:
         shared = share_response(samples, pool)
         if shared is not None:
-            return Shipment(parts=[shared[0]], block=shared[1])
-    return Shipment(parts=response_parts(samples), codec=accepted.codec)
+            return Shipment(parts=[shared[0]], block=shared[1], weight_version=version)
+    return Shipment(parts=response_parts(samples), codec=accepted.codec, weight_version=version)
 
 
 async def receive(response: httpx.Response, pool: BlockPool | None) -> Answer:

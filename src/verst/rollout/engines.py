@@ -24,13 +24,15 @@ class EnginePool:
         self._in_flight = [0] * len(clients)
         self._slots = asyncio.Semaphore(per_engine * len(clients))
         self._num_answers = {"shared": 0, "sent": 0}
+        self._version: int | None = None
+        """That all engines hold; None before the first hand-off of ours."""
 
     async def generate(self, task: MicrogroupTask) -> Answer:
         async with self._slots:
             index = min(range(len(self._clients)), key=self._in_flight.__getitem__)
             self._in_flight[index] += 1
             try:
-                answer = await self._clients[index].generate(task.request)
+                answer = await self._clients[index].generate(task.request, weight_version=self._version)
                 self._num_answers["sent" if answer.shared is None else "shared"] += 1
                 return answer
             except EngineError as error:
@@ -73,6 +75,7 @@ class EnginePool:
         if digest is not None:
             for client, task in zip(self._clients, taken, strict=True):
                 check_certificate({**manifest, "digest": sent.result()}, task.result(), engine=client.url)
+        self._version = manifest["version"]
 
     def metrics(self) -> dict[str, float]:
         """Since the last call of this."""
