@@ -290,3 +290,9 @@ class EvalConfig(Section):
 class TrackerConfig(Section):
     tensorboard: Flag = True
     """Write TensorBoard event files into the run folder."""
+    samples_every: NonNegativeInt = 10
+    """Iterations between those whose best and worst sample of each group are kept in samples/; 0 = none are."""
+    sample_groups: PositiveInt = 16
+    """Groups of a rollout of which they are kept, the first ones."""
+    sample_iterations: PositiveInt = 100
+    """Iterations of which samples/ holds samples, held-out and of rollouts each: evenly over the run, the newest among them."""

@@ -9,18 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from verst.config.recipe import Recipe
 from verst.config.watch import HELDOUT as HELDOUT
 from verst.loops.run_folder import RunFolder, ending_rules
+from verst.loops.shown import SeenGroup
 from verst.loops.watch import RaisedAlarm
 from verst.obs.alarms import ROLLED_BACK_TO
 from verst.obs.curve import save_curve
 from verst.obs.events import EventLog
-from verst.obs.images import before_after, grid, save_png
+from verst.obs.groups import add_group
+from verst.obs.images import before_after, grid, load_picture, padded, save_png
 from verst.obs.metrics import MetricsLog, read_metrics, series
 from verst.obs.progress import make_progress
+from verst.obs.samples import ShownSample, forget_after, read_samples, save_samples, saved_steps
 from verst.obs.summary import RunSummary, print_summary
 from verst.obs.tensorboard import TensorBoardLog
 
@@ -36,15 +37,15 @@ class Report:
         self._metrics = MetricsLog(folder.metrics)
         self._events = EventLog(folder.events / "spans.jsonl")
         self._alarms = EventLog(folder.events / "alarms.jsonl")
+        self._groups = EventLog(folder.events / "groups.jsonl")
         self._progress = make_progress(name=recipe.run.name, total=recipe.run.iterations, quiet=quiet)
         self._tensorboard: TensorBoardLog | None = None
         self._masked = 0
-        self._shown: list[str] = []
-        """Prompts of the pictures that were saved last."""
 
     def resume_at(self, iteration: int) -> None:
         """Forget what an earlier process wrote of later iterations: they are made again."""
         self._metrics.truncate_after(iteration)
+        forget_after(self._folder.samples, iteration)
         for row in read_metrics(self._folder.metrics):
             self._progress.replay(int(row["iteration"]), {k: v for k, v in row.items() if isinstance(v, float)})
         if self._recipe.trackers.tensorboard:
@@ -77,18 +78,34 @@ class Report:
             self._alarms.event("alarm", iteration=iteration, **dataclasses.asdict(alarm))
             self._progress.notice(f"iteration {iteration}: alarm {alarm.type} ({alarm.action}): {alarm.text}")
 
-    def pictures(self, iteration: int, media: np.ndarray, prompts: Sequence[str], rewards: Sequence[float]) -> None:
-        """The fixed held-out samples as they are now. media: uint8 [N, H, W, 3]."""
-        captions = [
-            f"{prompt}  {'masked' if math.isnan(reward) else f'{reward:.2f}'}"
-            for prompt, reward in zip(prompts, rewards, strict=True)
-        ]
-        self._shown = list(prompts)
-        picture = grid(media, captions)
+    def heldout(self, iteration: int, samples: Sequence[ShownSample]) -> None:
+        """The fixed held-out samples as they are now."""
+        captions = [f"{s.prompt}  {'masked' if math.isnan(s.reward) else f'{s.reward:.2f}'}" for s in samples]
+        picture = grid(padded([sample.media[0] for sample in samples]), captions)
         save_png(self._folder.samples / f"step_{iteration:08d}.png", picture)
-        np.save(self._folder.samples / f"step_{iteration:08d}.npy", media)
+        save_samples(self._folder.samples, "heldout", iteration, samples, keep=self._recipe.trackers.sample_iterations)
         if self._tensorboard is not None:
             self._tensorboard.image(iteration, "samples/heldout", picture)
+
+    def groups(self, iteration: int, groups: Sequence[SeenGroup]) -> None:
+        """All groups of a rollout; where they are due the best and the worst samples of some."""
+        for number, group in enumerate(groups):
+            add_group(
+                self._groups,
+                iteration=iteration,
+                group=number,
+                prompt=group.prompt,
+                rewards=group.rewards,
+                by_reward=group.by_reward,
+                dropped_by=group.dropped_by,
+            )
+        trackers = self._recipe.trackers
+        if not trackers.samples_every or iteration % trackers.samples_every:
+            return
+        samples = [s for n, group in enumerate(groups[: trackers.sample_groups]) for s in group.extremes(n)]
+        if samples:
+            keep = trackers.sample_iterations
+            save_samples(self._folder.samples, "rollout", iteration, samples, keep=keep)
 
     def finish(
         self, iteration: int, *, early: bool = False, why: str | None = None, result: Path | None = None
@@ -153,6 +170,7 @@ class Report:
         self._metrics.close()
         self._events.close()
         self._alarms.close()
+        self._groups.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
@@ -160,10 +178,15 @@ class Report:
         return save_curve(self._folder.metrics, self._folder.path / "reward_curve.png", title=self._recipe.run.name)
 
     def _draw_strip(self) -> Any:
-        arrays = sorted(self._folder.samples.glob("step_*.npy"))
-        if len(arrays) < 2:
+        steps = saved_steps(self._folder.samples, "heldout")
+        if len(steps) < 2:
             return None
-        before, after = np.load(arrays[0]), np.load(arrays[-1])
-        count = min(8, len(before))
-        strip = before_after(before[:count], after[:count], self._shown[:count] or None)
+        rows = [read_samples(step)[:8] for step in (steps[0], steps[-1])]
+        before, after = (
+            padded([load_picture(step / row["picture"]) for row in shown])
+            for step, shown in zip((steps[0], steps[-1]), rows, strict=True)
+        )
+        if before.shape != after.shape:
+            return None
+        strip = before_after(before, after, [row["prompt"] for row in rows[1]])
         return save_png(self._folder.path / "before_after.png", strip)

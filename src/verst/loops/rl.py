@@ -25,9 +25,9 @@ from verst.loops.checkpoints import Checkpoints
 from verst.loops.prompt_checks import ask_engine, check_prompts
 from verst.loops.report import HELDOUT, Report
 from verst.loops.run_folder import RunFolder, dump
+from verst.loops.shown import heldout_samples, seen_groups
 from verst.loops.stop import Interrupted, StopSignal
 from verst.loops.watch import Watch, gold_metrics
-from verst.obs.images import padded
 from verst.obs.loop_lag import LoopLag
 from verst.obs.metrics import mean_of_finite, read_metrics
 from verst.rollout.ahead import Ahead
@@ -125,9 +125,7 @@ class Run:
             except Interrupted:
                 break
             batch = make_batch(recipe, rollout.groups, rollout.dropped_by)
-            (update, train_s), seen = await asyncio.gather(
-                self._update(batch), self._watch.observe(iteration, rollout.groups, rollout.scored)
-            )
+            (update, train_s), seen = await asyncio.gather(self._update(batch), self._look(iteration, rollout))
             await self._ahead.drained()
             sync, sync_s = await self._sync(iteration)
             done = iteration
@@ -196,6 +194,12 @@ class Run:
         update = await self._cluster.update(batch.shares) if batch.num_steps else None
         return update, time.perf_counter() - started
 
+    async def _look(self, iteration: int, rollout: Rollout) -> dict[str, float]:
+        """What a rollout looks like: kept for people, and as metrics. Runs beside the update."""
+        groups = seen_groups(self._recipe, rollout.groups, rollout.dropped_by)
+        await asyncio.to_thread(self._report.groups, iteration, groups)
+        return await self._watch.observe(iteration, rollout.groups, rollout.scored)
+
     async def _sync(self, version: int, *, ema: bool = False) -> tuple[dict[str, float], float]:
         """The trainer's weights into every engine, with certificates."""
         started = time.perf_counter()
@@ -217,15 +221,9 @@ class Run:
         if recipe.eval.weights == "ema":
             await self._sync(iteration)
         if recipe.decodes_heldout:
-            self._show(iteration, scored, heldout_rewards(recipe, scored)["total"])
+            samples = heldout_samples(recipe, self._heldout, scored)
+            await asyncio.to_thread(self._report.heldout, iteration, samples)
         return heldout_metrics(recipe, scored) | {"perf/eval_s": seconds.total}
-
-    def _show(self, iteration: int, scored: Sequence[ScoredMicrogroup], totals: Sequence[float]) -> None:
-        """The pictures of an evaluation; totals: one a prompt."""
-        shown = slice(0, self._recipe.eval.num_pictures)
-        samples = in_prompt_order(scored, [sample for item in scored for sample in item.microgroup.samples])
-        media = padded([sample.media[0].numpy() for sample in samples[shown]])
-        self._report.pictures(iteration, media, [prompt.text for prompt in self._heldout[shown]], totals[shown])
 
     async def _save(self, iteration: int) -> None:
         self._report.status(f"saving checkpoint of iteration {iteration}")

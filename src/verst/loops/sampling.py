@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from verst.families.base import to_uint8
 from verst.flow.denoise import denoise
 from verst.flow.noise import SampleNoise, derive_seed
 from verst.loops.forward import DTYPES, velocity
+from verst.obs.samples import ShownSample
 from verst.rewards.base import RewardBatch
 from verst.rewards.local import LocalRewards
 from verst.rollout.prompts import Prompt
@@ -34,8 +35,28 @@ class Evaluation:
     prompts: list[str]
     totals: list[float]
     """One a prompt: the weighted sum over rewards; NaN where one of them failed and was masked."""
+    by_sample: Mapping[str, Sequence[float]]
+    """reward name -> one a prompt."""
+    seeds: list[int]
+    """One a prompt, of its noise."""
     media: Tensor
     """uint8 [N, F, H, W, 3], one a prompt."""
+    fps: float | None
+    """Of clips."""
+
+    def shown(self, num: int) -> list[ShownSample]:
+        """The first `num`, for the report."""
+        return [
+            ShownSample(
+                media=self.media[i].numpy(),
+                prompt=self.prompts[i],
+                seed=self.seeds[i],
+                reward=self.totals[i],
+                rewards={name: values[i] for name, values in self.by_sample.items()},
+                fps=self.fps,
+            )
+            for i in range(min(num, len(self.prompts)))
+        ]
 
 
 class HeldOut:
@@ -52,14 +73,14 @@ class HeldOut:
     def evaluate(self, components: Components) -> Evaluation:
         """ODE samples of every prompt, `eval.batch_size` at a time, scored. Raises RewardError."""
         recipe, batches = self._recipe, list[Latents]()
+        seeds = [derive_seed(recipe.eval.seed, "eval", i) for i in range(len(self._prompts))]
         for start in range(0, len(self._prompts), recipe.eval.batch_size):
             prompts = self._prompts[start : start + recipe.eval.batch_size]
-            seeds = [derive_seed(recipe.eval.seed, "eval", start + i) for i in range(len(prompts))]
             batches.append(
                 sample_latents(
                     components,
                     prompts,
-                    seeds=seeds,
+                    seeds=seeds[start : start + len(prompts)],
                     sampling=recipe.sampling,
                     max_sequence_length=recipe.model.max_sequence_length,
                     dtype=DTYPES[recipe.model.dtype],
@@ -75,7 +96,10 @@ class HeldOut:
             by_reward={name: _mean_of_finite(name, values) for name, values in scores.items()},
             prompts=self._prompts,
             totals=totals,
+            by_sample=scores,
+            seeds=seeds,
             media=media,
+            fps=recipe.sampling.fps,
         )
 
     def _batch(self, media: Tensor, latents: Latents) -> RewardBatch:

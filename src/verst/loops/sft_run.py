@@ -163,10 +163,7 @@ class SftRun:
         metrics = self._heldout_loss.evaluate(self.loss) if self._heldout_loss is not None else {}
         if self._heldout is not None:
             evaluation: Evaluation = self._heldout.evaluate(components)
-            shown = slice(0, self._recipe.eval.num_pictures)
-            self._report.pictures(
-                iteration, evaluation.media[shown, 0].numpy(), evaluation.prompts[shown], evaluation.totals[shown]
-            )
+            self._report.heldout(iteration, evaluation.shown(self._recipe.eval.num_pictures))
             metrics |= {f"{HELDOUT}/{name}": value for name, value in evaluation.by_reward.items()}
             metrics[HELDOUT] = evaluation.reward
         return metrics | {"perf/eval_s": time.perf_counter() - started_s}

@@ -73,6 +73,12 @@ def save_png(path: Path, picture: np.ndarray) -> Path:
     return path
 
 
+def load_picture(path: Path) -> np.ndarray:
+    """uint8 [H, W, 3] of a PNG or WebP file."""
+    with Image.open(path) as picture:
+        return np.asarray(picture.convert("RGB"))
+
+
 def _check(images: np.ndarray, captions: Sequence[str] | None) -> None:
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3 or 0 in images.shape:
         raise ValueError(f"pictures must be uint8 [N, H, W, 3], got {images.dtype} {list(images.shape)}")
