@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from verst.errors import CheckpointError, InvariantError
 from verst.obs.curve import moving_mean, save_curve
-from verst.obs.events import EventLog
+from verst.obs.events import EventLog, read_events
 from verst.obs.images import before_after, grid, save_png
 from verst.obs.metrics import MetricsLog, read_metrics, series
 from verst.obs.tensorboard import TensorBoardLog
@@ -98,6 +98,21 @@ def test_events_and_spans_are_on_one_clock(tmp_path):
     assert train["duration_s"] >= generate["duration_s"]
 
 
+def test_events_of_a_killed_process_are_read_up_to_its_last_whole_line(tmp_path):
+    path = tmp_path / "e.jsonl"
+    path.write_text('{"time_s": 1.0, "name": "a"}\n{"time_s": 2.0, "na')
+    assert [event["name"] for event in read_events(path)] == ["a"]
+    log = EventLog(path, flush_s=3600)
+    log.event("b")
+    assert [event["name"] for event in read_events(path)] == ["a"]
+    log.flush()
+    assert [event["name"] for event in read_events(path)] == ["a", "b"]
+    log.close()
+    path.write_text('{"time_s": 1.0, "name": "a"}\n[]\n')
+    with pytest.raises(CheckpointError, match=r"e\.jsonl:2 is damaged"):
+        read_events(path)
+
+
 def test_event_files_are_bounded(tmp_path):
     log = EventLog(tmp_path / "e.jsonl", max_bytes=2000)
     for i in range(200):
@@ -105,7 +120,8 @@ def test_event_files_are_bounded(tmp_path):
     log.close()
     assert {p.name for p in tmp_path.iterdir()} == {"e.jsonl", "e.old.jsonl"}
     assert all(p.stat().st_size < 2100 for p in tmp_path.iterdir())
-    assert json.loads((tmp_path / "e.jsonl").read_text().splitlines()[-1])["i"] == 199
+    kept = [event["i"] for event in read_events(tmp_path / "e.jsonl")]
+    assert kept == list(range(kept[0], 200))
 
 
 def test_tensorboard_reads_scalars_and_pictures(tmp_path):

@@ -186,15 +186,6 @@ async def test_slow_reward_does_not_hold_generation() -> None:
     assert len(scored) == len(TASKS)
 
 
-@on_a_loop
-async def test_spans_name_each_stage_of_each_microgroup() -> None:
-    spans: list[dict[str, Any]] = []
-    await Stages().pipeline(on_span=spans.append).run(TASKS, weight_version=0)
-    assert sorted((s["name"], s["group"], s["index"]) for s in spans) == sorted(
-        (name, *place) for name in ("generate", "deserialize", "reward") for place in PLACES
-    )
-
-
 def scored_of(*tasks: MicrogroupTask) -> list[ScoredMicrogroup]:
     microgroups = [microgroup_of(task.keys) for task in tasks]
     return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -136,8 +137,10 @@ class ParserActor(Process):
         # Here and not in a call, which a parser that came back would not have had.
         as_handles(always=host_identity() == driver_host)
 
-    def parse(self, answer: Answer, keys: Sequence[SampleKey]) -> Microgroup:
-        return to_microgroup(answer, keys)
+    def parse(self, answer: Answer, keys: Sequence[SampleKey]) -> tuple[Microgroup, float]:
+        """And the seconds that it took."""
+        started = time.perf_counter()
+        return to_microgroup(answer, keys), time.perf_counter() - started
 
 
 class RewardActor(Process):

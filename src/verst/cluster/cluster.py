@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import ray
@@ -29,6 +31,7 @@ from verst.engine.blocks import BlockPool, supported
 from verst.engine.client import EngineClient
 from verst.engine.wire import Answer
 from verst.errors import SyncError
+from verst.obs.spans import DRIVER, PARSER, Spans, lane_of
 from verst.rewards.base import RewardBatch, Score
 from verst.rewards.calls import Call
 from verst.rewards.pool import RewardPool
@@ -49,11 +52,12 @@ _START_TIMEOUT_S = 600.0
 class Cluster:
     """Use as an async context manager; inside it every process is up."""
 
-    def __init__(self, recipe: RlRecipe, *, cuda: bool) -> None:
+    def __init__(self, recipe: RlRecipe, *, cuda: bool, spans: Spans | None = None) -> None:
         if recipe.cluster.address is not None:
             recipe = with_absolute_paths(recipe)
         self._recipe = recipe
         self._cuda = cuda
+        self._spans = spans or Spans()
         self._device = "cuda" if cuda else "cpu"
         self._actors: list[Any] = []
         self._placement = Placement(recipe, cuda=cuda)
@@ -229,20 +233,26 @@ class Cluster:
         """The trainer's weights into every engine, each with a certificate; the manifest. Raises SyncError."""
         if self._recipe.cluster.sleep.engine != "off":
             await self.engines.wake()
-        manifests = await self.trainer.publish(version, ema=ema, receivers=len(self._engine_actors))
+        with self._phase("publish", version):
+            manifests = await self.trainer.publish(version, ema=ema, receivers=len(self._engine_actors))
         if len({manifest["digest"] for manifest in manifests}) > 1:
             raise SyncError(f"trainer ranks hold different weights of version {version}")
         if manifests[0]["digest"]:
             try:
-                await self.engines.sync(*manifests)
+                with self._phase("update", version):
+                    await self.engines.sync(*manifests)
             finally:
                 await self.trainer.unpublish()
             return manifests[0]
         # Here the ranks work beside the engines: after a failure they may wait for the missing one yet, and nobody
         # should wait for them to say what it was.
-        await self.engines.sync(*manifests, digest=self.trainer.send())
+        with self._phase("update", version):
+            await self.engines.sync(*manifests, digest=self.trainer.send())
         await self.trainer.unpublish()
         return manifests[0]
+
+    def _phase(self, name: str, version: int) -> AbstractContextManager[None]:
+        return self._spans.span(name, lane=lane_of(DRIVER, 0), iteration=version)
 
     def _make_scorers(self) -> None:
         recipe, gold, configs = self._recipe, self._recipe.watch.gold, self._recipe.judges
@@ -265,7 +275,19 @@ class Cluster:
         }
 
     async def parse(self, answer: Answer, keys: Sequence[SampleKey]) -> Microgroup:
-        microgroup: Microgroup = await self._parsers.call(lambda actor: actor.parse.remote(answer, keys))
+        asked_s, parser = time.monotonic(), -1
+
+        def submit(actor: Any) -> Any:
+            nonlocal parser
+            parser = self._parsers.actors.index(actor)
+            return actor.parse.remote(answer, keys)
+
+        microgroup, seconds = await self._parsers.call(submit)
+        ended_s = time.monotonic()
+        # Its clock is another one: what it did ended when its answer came.
+        begun_s = max(asked_s, ended_s - seconds)
+        self._spans.add("parse_wait", start_s=asked_s, end_s=begun_s)
+        self._spans.add("parse", start_s=begun_s, end_s=ended_s, lane=lane_of(PARSER, parser))
         return microgroup
 
     async def score(self, task: MicrogroupTask, microgroup: Microgroup) -> Scores:

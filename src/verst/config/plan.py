@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from verst.config import sections as s
@@ -96,6 +97,17 @@ def process_plan(recipe: RlRecipe, *, cuda: bool = False) -> list[ProcessPlan]:
                 ProcessPlan(role=f"{kind}:{name}", count=reward.workers, cpus=reward.num_cpus, gpus=slivers[name])
             )
     return plan
+
+
+def lanes(recipe: RlRecipe) -> dict[str, int]:
+    """How many there are of those whose work spans name: docs/tracing.md."""
+    rewards = {f"reward/{reward_name(reward)}": reward.workers for reward in recipe.judges}
+    return {"engine": recipe.engine.num, "parser": recipe.rollout.parsers.num, "trainer": 1, **rewards}
+
+
+def num_gpus(recipe: RlRecipe) -> int:
+    """GPUs that the run holds where it computes on CUDA."""
+    return math.ceil(round(sum(p.gpus * p.count for p in process_plan(recipe, cuda=True)), 2))
 
 
 def _on_gpu(reward: s.RewardConfig) -> bool:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verst.config.recipe import Recipe
+from verst.config.plan import lanes
+from verst.config.recipe import Recipe, RlRecipe
 from verst.config.watch import HELDOUT as HELDOUT
 from verst.loops.run_folder import RunFolder, ending_rules
 from verst.loops.shown import SeenGroup
@@ -22,6 +23,7 @@ from verst.obs.images import before_after, grid, load_picture, padded, save_png
 from verst.obs.metrics import MetricsLog, read_metrics, series
 from verst.obs.progress import make_progress
 from verst.obs.samples import ShownSample, forget_after, read_samples, save_samples, saved_steps
+from verst.obs.spans import FILE, Spans
 from verst.obs.summary import RunSummary, print_summary
 from verst.obs.tensorboard import TensorBoardLog
 
@@ -35,7 +37,9 @@ class Report:
         self._quiet = quiet
         self._started = time.monotonic()
         self._metrics = MetricsLog(folder.metrics)
-        self._events = EventLog(folder.events / "spans.jsonl")
+        self._events = EventLog(folder.events / FILE, flush_s=1.0)
+        self.spans = Spans(self._events, capacity=lanes(recipe) if isinstance(recipe, RlRecipe) else {})
+        """Takes down where the time goes."""
         self._alarms = EventLog(folder.events / "alarms.jsonl")
         self._groups = EventLog(folder.events / "groups.jsonl")
         self._progress = make_progress(name=recipe.run.name, total=recipe.run.iterations, quiet=quiet)
@@ -58,14 +62,10 @@ class Report:
         """A line that stays in the terminal."""
         self._progress.notice(text)
 
-    def span(self, span: Mapping[str, Any]) -> None:
-        """One stage of one microgroup."""
-        rest = {k: v for k, v in span.items() if k not in ("name", "start", "seconds")}
-        self._events.add_span(span["name"], start_s=span["start"], end_s=span["start"] + span["seconds"], **rest)
-
     def iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
         self._masked += int(metrics.get("reward/num_masked", 0))
         self._metrics.append(iteration, metrics)
+        self._events.flush()
         if self._tensorboard is not None:
             self._tensorboard.scalars(iteration, metrics)
         self._progress.update(iteration, metrics)

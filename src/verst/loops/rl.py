@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 
 from verst.algorithms import make_algorithm
 from verst.cluster.cluster import Cluster
+from verst.config.plan import num_gpus
 from verst.config.recipe import RlRecipe, gold_names
 from verst.loops.batch import Batch, make_batch, reward_weights
 from verst.loops.checkpoints import Checkpoints
@@ -30,6 +32,7 @@ from verst.loops.stop import Interrupted, StopSignal
 from verst.loops.watch import Watch, gold_metrics
 from verst.obs.loop_lag import LoopLag
 from verst.obs.metrics import mean_of_finite, read_metrics
+from verst.obs.spans import DRIVER, TRAINER, lane_of
 from verst.rollout.ahead import Ahead
 from verst.rollout.filters import GroupFilters, has_zero_variance, weighted_sums
 from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, in_prompt_order
@@ -57,7 +60,7 @@ async def train_rl(recipe: RlRecipe, folder: RunFolder, *, quiet: bool = False, 
         saved = resume_point(folder)
         report.status("starting Ray, engine and trainer")
         with StopSignal() as stop:
-            async with Cluster(recipe, cuda=wants_cuda(recipe)) as cluster:
+            async with Cluster(recipe, cuda=wants_cuda(recipe), spans=report.spans) as cluster:
                 run = Run(recipe, folder, report, cluster, source, heldout, filters)
                 try:
                     await run.to_the_end(stop, saved, until)
@@ -89,13 +92,14 @@ class Run:
         self._checkpoints = Checkpoints(folder.checkpoints, cluster.trainer, recipe.checkpoint)
         self._watch = Watch(recipe, score_gold=cluster.score_gold)
         self._lag = LoopLag()
+        self._spans = report.spans
         engines = cluster.engines
         stages: dict[str, Any] = {"generate": engines.generate, "parse": cluster.parse, "check": engines.check}
         self._staleness = recipe.schedule.staleness
         keep = self._staleness > 0 or recipe.rollout.dynamic.staleness > 0
-        pipeline = Pipeline(**stages, score=cluster.score, on_span=report.span, keep_answers=keep)
-        self._ahead = Ahead(recipe, Sampler(recipe, source, pipeline, filters))
-        self._evaluation = Pipeline(**stages, score=cluster.score_all, on_span=report.span)
+        pipeline = Pipeline(**stages, score=cluster.score, spans=report.spans, keep_answers=keep)
+        self._ahead = Ahead(recipe, Sampler(recipe, source, pipeline, filters, spans=report.spans))
+        self._evaluation = Pipeline(**stages, score=cluster.score_all, spans=report.spans)
 
     async def to_the_end(self, stop: StopSignal, saved: Mapping[str, Any] | None, until: int | None = None) -> None:
         """saved: the run state of the newest checkpoint; None for a new run."""
@@ -117,39 +121,58 @@ class Run:
             if ended or stop.requested:
                 break
             await self._checkpoints.poll()
-            started = time.perf_counter()
-            through = min(iteration - 1 + self._staleness, recipe.run.iterations - 1)
-            self._ahead.begin(through, weight_version=iteration - 1)
             try:
-                rollout = await stop.unless_stopped(self._ahead.take(iteration - 1))
+                with self._phase("iteration", iteration):
+                    metrics = await self._iterate(iteration, stop)
+                    done = iteration
+                    ended = await self._complete(done, metrics)
             except Interrupted:
                 break
-            batch = make_batch(recipe, rollout.groups, rollout.dropped_by)
-            (update, train_s), seen = await asyncio.gather(self._update(batch), self._look(iteration, rollout))
-            await self._ahead.drained()
-            sync, sync_s = await self._sync(iteration)
-            done = iteration
-            metrics = {
-                **reward_metrics(recipe, rollout.groups, batch),
-                **rollout.metrics,
-                **seen,
-                **update_metrics(update, batch, recipe),
-                **sync,
-                **self._cluster.reward_metrics(),
-                **self._cluster.engines.metrics(),
-                **self._lag.metrics(),
-                **perf_metrics(rollout, recipe.rollout.group_size, train_s, sync_s),
-                **(self._ahead.waits() if self._staleness else {}),
-                "perf/iteration_s": time.perf_counter() - started,
-            }
-            ended = await self._complete(done, metrics)
         await self._end(done, ended)
+
+    async def _iterate(self, iteration: int, stop: StopSignal) -> dict[str, float]:
+        """Up to the hand-off of the new weights. Raises Interrupted, before any of them, when the run is to stop."""
+        recipe, started = self._recipe, time.perf_counter()
+        through = min(iteration - 1 + self._staleness, recipe.run.iterations - 1)
+        self._ahead.begin(through, weight_version=iteration - 1)
+        with self._phase("wait", iteration):
+            rollout = await stop.unless_stopped(self._ahead.take(iteration - 1))
+        with self._phase("advantages", iteration):
+            batch = make_batch(recipe, rollout.groups, rollout.dropped_by)
+        wait_s = time.perf_counter() - started
+        (update, train_s), seen = await asyncio.gather(self._update(batch, iteration), self._look(iteration, rollout))
+        with self._phase("drain", iteration):
+            await self._ahead.drained()
+        sync, sync_s = await self._sync(iteration)
+        return {
+            **reward_metrics(recipe, rollout.groups, batch),
+            **rollout.metrics,
+            **seen,
+            **update_metrics(update, batch, recipe),
+            **sync,
+            **self._cluster.reward_metrics(),
+            **self._cluster.engines.metrics(),
+            **self._lag.metrics(),
+            **self._spans.metrics(),
+            **perf_metrics(recipe, rollout, longest_s=self._spans.longest_stage_s(iteration - 1)),
+            "perf/wait_s": wait_s,
+            "perf/train_s": train_s,
+            "perf/step_s": wait_s + train_s,
+            "perf/sync_s": sync_s,
+            **(self._ahead.waits() if self._staleness else {}),
+            "perf/iteration_s": time.perf_counter() - started,
+        }
+
+    def _phase(self, name: str, iteration: int) -> AbstractContextManager[None]:
+        """Takes down a span of the driver."""
+        return self._spans.span(name, lane=lane_of(DRIVER, 0), iteration=iteration)
 
     async def _complete(self, done: int, metrics: dict[str, float]) -> str | None:
         """Evaluate, judge, report and save what is due after iteration `done`; why the run ends here, if it does."""
         recipe, last = self._recipe, done == self._recipe.run.iterations
         if done % recipe.eval.every == 0 or last:
-            metrics |= await self._evaluate(done)
+            with self._phase("evaluate", done):
+                metrics |= await self._evaluate(done)
         verdict = self._watch.after(done, metrics)
         if verdict.rollback_to is not None:
             await self._roll_back(verdict.rollback_to, version=done)
@@ -157,7 +180,8 @@ class Run:
         self._report.alarms(done, verdict.raised)
         due = done > 0 and done % recipe.checkpoint.every == 0
         if due or last or verdict.is_best or verdict.stop or verdict.rollback_to is not None:
-            await self._save(done)
+            with self._phase("checkpoint", done):
+                await self._save(done)
         return verdict.stop
 
     async def _roll_back(self, iteration: int, *, version: int) -> None:
@@ -188,10 +212,11 @@ class Run:
         await self._cluster.trainer.scale_lr(self._watch.lr_scale)
         return done or 0
 
-    async def _update(self, batch: Batch) -> tuple[UpdateMetrics | None, float]:
+    async def _update(self, batch: Batch, iteration: int) -> tuple[UpdateMetrics | None, float]:
         """The optimizer steps of one rollout; None where no sample has anything to teach."""
         started = time.perf_counter()
-        update = await self._cluster.update(batch.shares) if batch.num_steps else None
+        with self._spans.span("train", lane=lane_of(TRAINER, 0), iteration=iteration, pairs=batch.num_pairs):
+            update = await self._cluster.update(batch.shares) if batch.num_steps else None
         return update, time.perf_counter() - started
 
     async def _look(self, iteration: int, rollout: Rollout) -> dict[str, float]:
@@ -203,7 +228,8 @@ class Run:
     async def _sync(self, version: int, *, ema: bool = False) -> tuple[dict[str, float], float]:
         """The trainer's weights into every engine, with certificates."""
         started = time.perf_counter()
-        manifest = await self._cluster.sync(version, ema=ema)
+        with self._phase("sync", version):
+            manifest = await self._cluster.sync(version, ema=ema)
         metrics = {
             "sync/tensors": float(sum(len(bucket["tensors"]) for bucket in manifest["buckets"])),
             "sync/bytes": float(sum(bucket["nbytes"] for bucket in manifest["buckets"])),
@@ -307,16 +333,22 @@ def update_metrics(update: UpdateMetrics | None, batch: Batch, recipe: RlRecipe)
     }
 
 
-def perf_metrics(rollout: Rollout, group_size: int, train_s: float, sync_s: float) -> dict[str, float]:
-    """generate and reward overlap: rollout is their wall time, the rest of it after the last generation is reward's."""
-    seconds, num_samples = rollout.seconds, rollout.metrics["rollout/groups_sampled"] * group_size
+def perf_metrics(recipe: RlRecipe, rollout: Rollout, *, longest_s: float) -> dict[str, float]:
+    """generate and reward overlap: rollout is their wall time, the rest of it after the last generation is reward's.
+
+    longest_s: what the slowest stage needs by itself; 0: not known, for a rollout of another process.
+    """
+    seconds = rollout.seconds
+    samples_per_s = rollout.metrics["rollout/groups_sampled"] * recipe.rollout.group_size / seconds.total
+    per_gpu = {"perf/samples_per_gpu_s": samples_per_s / num_gpus(recipe)} if wants_cuda(recipe) else {}
+    overlap = {"perf/overlap_efficiency": longest_s / seconds.total} if longest_s else {}
     return {
         "perf/rollout_s": seconds.total,
         "perf/generate_s": seconds.last_generated,
         "perf/reward_s": seconds.total - seconds.last_generated,
-        "perf/train_s": train_s,
-        "perf/sync_s": sync_s,
-        "perf/samples_per_s": num_samples / seconds.total,
+        "perf/samples_per_s": samples_per_s,
+        **per_gpu,
+        **overlap,
     }
 
 

@@ -13,9 +13,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from verst.errors import CheckpointError
+from verst.obs.metrics import drop_torn_line
 
 Attribute = str | int | float | bool | None
+_ANCHOR_S = time.time() - time.monotonic()
+
+
+def now() -> float:
+    """Unix seconds on this process's clock."""
+    return _ANCHOR_S + time.monotonic()
+
+
+def unix(monotonic_s: float) -> float:
+    """The same of a `time.monotonic()`."""
+    return _ANCHOR_S + monotonic_s
 
 
 class EventLog:
@@ -24,18 +38,21 @@ class EventLog:
     Bounded: a file that has reached `max_bytes` becomes `<stem>.old<suffix>`, in place of the one before it.
     """
 
-    def __init__(self, path: Path, *, max_bytes: int = 64 * 2**20) -> None:
+    def __init__(self, path: Path, *, max_bytes: int = 64 * 2**20, flush_s: float = 0.0) -> None:
+        """flush_s: lines that are younger than this may be lost with the process."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._max_bytes = max_bytes
+        self._flush_s = flush_s
         self._lock = threading.Lock()
-        self._anchor_s = time.time() - time.monotonic()
-        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
+        drop_torn_line(path)
+        self._file: IO[str] = path.open("a", encoding="utf-8")
         self._size = path.stat().st_size
+        self._flushed_s = time.monotonic()
 
     def now(self) -> float:
         """Unix seconds on the log's clock."""
-        return self._anchor_s + time.monotonic()
+        return now()
 
     def event(self, name: str, **attributes: Attribute) -> None:
         """Something that happened now."""
@@ -43,7 +60,7 @@ class EventLog:
 
     def add_span(self, name: str, *, start_s: float, end_s: float, **attributes: Attribute) -> None:
         """Something that took time; both ends from `now()`."""
-        self._write({"time_s": start_s, "name": name, "duration_s": end_s - start_s, **attributes})
+        self._write({"time_s": start_s, "name": name, "duration_s": round(end_s - start_s, 6), **attributes})
 
     @contextmanager
     def span(self, name: str, **attributes: Attribute) -> Iterator[None]:
@@ -56,6 +73,12 @@ class EventLog:
             raise
         self.add_span(name, start_s=start_s, end_s=self.now(), **attributes)
 
+    def flush(self) -> None:
+        """What was written is on its way to the disk."""
+        with self._lock:
+            self._file.flush()
+            self._flushed_s = time.monotonic()
+
     def close(self) -> None:
         with self._lock:
             self._file.close()
@@ -65,8 +88,37 @@ class EventLog:
         with self._lock:
             if self._size >= self._max_bytes:
                 self._file.close()
-                os.replace(self._path, self._path.with_name(f"{self._path.stem}.old{self._path.suffix}"))
-                self._file = self._path.open("a", encoding="utf-8", buffering=1)
+                os.replace(self._path, _older(self._path))
+                self._file = self._path.open("a", encoding="utf-8")
                 self._size = 0
             self._file.write(line)
             self._size += len(line)
+            if time.monotonic() - self._flushed_s >= self._flush_s:
+                self._file.flush()
+                self._flushed_s = time.monotonic()
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """What an EventLog wrote to `path`, oldest first, as far as it is kept; a last line that is still being written is
+    left out, missing files are empty.
+
+    Raises CheckpointError, with file:line, for a line that is not one of ours.
+    """
+    events = []
+    for file in (_older(path), path):
+        if not file.exists():
+            continue
+        *lines, _torn = file.read_text(encoding="utf-8").split("\n")
+        for number, line in enumerate(lines, start=1):
+            try:
+                event = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise CheckpointError(f"{file}:{number} is damaged: {error.msg}") from None
+            if not isinstance(event, dict) or not {"time_s", "name"} <= event.keys():
+                raise CheckpointError(f"{file}:{number} is damaged: no time_s or no name")
+            events.append(event)
+    return events
+
+
+def _older(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.old{path.suffix}")

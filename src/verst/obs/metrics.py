@@ -29,7 +29,7 @@ class MetricsLog:
         """Creates the file and its folder where they are missing. Raises CheckpointError for a damaged file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        _drop_torn_line(path)
+        drop_torn_line(path)
         rows = read_metrics(path)
         self._last: int | None = rows[-1][ITERATION] if rows else None
         self._file: IO[str] = path.open("a", encoding="utf-8")
@@ -113,7 +113,8 @@ def _row(iteration: int, values: Mapping[str, float]) -> dict[str, Any]:
     return row
 
 
-def _drop_torn_line(path: Path) -> None:
+def drop_torn_line(path: Path) -> None:
+    """Cut off what a killed process left of its last line."""
     if not path.exists():
         return
     data = path.read_bytes()

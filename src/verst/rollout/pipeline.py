@@ -12,10 +12,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from verst.engine.wire import Answer
 from verst.errors import InvariantError
+from verst.obs import spans
+from verst.obs.spans import Spans
 from verst.rollout.plan import MicrogroupTask
 from verst.types import Group, Microgroup, SampleKey, Scores
 
@@ -25,7 +27,6 @@ Parse = Callable[[Answer, Sequence[SampleKey]], Awaitable[Microgroup]]
 Check = Callable[[MicrogroupTask, Microgroup, int], None]
 """(task, what came of it, intended weight version). Raises EchoError where the engine did something else."""
 Score = Callable[[MicrogroupTask, Microgroup], Awaitable[Scores]]
-OnSpan = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class Pipeline:
         parse: Parse,
         check: Check,
         score: Score,
-        on_span: OnSpan | None = None,
+        spans: Spans | None = None,
         keep_answers: bool = False,
     ) -> None:
         """keep_answers: for microgroups that may have to outlive the process."""
@@ -63,7 +64,7 @@ class Pipeline:
         self._parse = parse
         self._check = check
         self._score = score
-        self._on_span = on_span
+        self._spans = spans or Spans()
         self._keep_answers = keep_answers
 
     async def run(
@@ -77,48 +78,65 @@ class Pipeline:
 
         weight_version: that must have made them. on_generated: called for each when the engine's answer is there.
         """
-        started = time.perf_counter()
-        stages: dict[str, float] = {}
+        times = _Times(started_s=time.monotonic())
         try:
             async with asyncio.TaskGroup() as group:
                 jobs = [
-                    group.create_task(self._microgroup(task, stages, weight_version, on_generated)) for task in tasks
+                    group.create_task(self._microgroup(task, times, weight_version, on_generated)) for task in tasks
                 ]
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from failures
-        generated = stages.pop("last_generated") - started
-        total = time.perf_counter() - started
-        return [job.result() for job in jobs], StageSeconds(total=total, last_generated=generated, stages=stages)
+        ended_s = time.monotonic()
+        for task, scored_s in times.scored:
+            if not task.is_heldout:
+                with spans.of(**_name(task)):
+                    self._spans.add("group_wait", start_s=scored_s, end_s=ended_s)
+        seconds = StageSeconds(
+            total=ended_s - times.started_s, last_generated=times.generated_s - times.started_s, stages=times.stages
+        )
+        return [job.result() for job in jobs], seconds
 
     async def _microgroup(
-        self, task: MicrogroupTask, stages: dict[str, float], weight_version: int, on_generated: Callable[[], None]
+        self, task: MicrogroupTask, times: _Times, weight_version: int, on_generated: Callable[[], None]
     ) -> ScoredMicrogroup:
-        answer = await self._timed("generate", task, stages, self._generate(task))
-        stages["last_generated"] = time.perf_counter()
-        on_generated()
-        microgroup = await self._timed("deserialize", task, stages, self._parse(answer, task.keys))
-        self._check(task, microgroup, weight_version)
-        scores = await self._timed("reward", task, stages, self._score(task, microgroup))
+        with spans.of(**_name(task)):
+            answer = await self._timed("generate", times, self._generate(task))
+            times.generated_s = time.monotonic()
+            on_generated()
+            microgroup = await self._timed("deserialize", times, self._parse(answer, task.keys))
+            self._check(task, microgroup, weight_version)
+            scores = await self._timed("reward", times, self._score(task, microgroup))
+        times.scored.append((task, time.monotonic()))
         kept = answer if self._keep_answers else None
         return ScoredMicrogroup(task=task, microgroup=microgroup, scores=scores, answer=kept)
 
-    async def _timed(self, stage: str, task: MicrogroupTask, stages: dict[str, float], work: Awaitable[Any]) -> Any:
-        start, wall = time.perf_counter(), time.time()
-        result = await work
-        seconds = time.perf_counter() - start
-        stages[stage] = stages.get(stage, 0.0) + seconds
-        if self._on_span is not None:
-            self._on_span(
-                {
-                    "name": stage,
-                    "start": wall,
-                    "seconds": seconds,
-                    "rollout": task.rollout,
-                    "group": task.group,
-                    "index": task.keys[0].index,
-                }
-            )
+    async def _timed(self, stage: str, times: _Times, work: Awaitable[T]) -> T:
+        start_s = time.monotonic()
+        with self._spans.span(stage):
+            result = await work
+        times.stages[stage] = times.stages.get(stage, 0.0) + time.monotonic() - start_s
         return result
+
+
+@dataclass(kw_only=True)
+class _Times:
+    """Of one run, on the monotonic clock."""
+
+    started_s: float
+    generated_s: float = 0.0
+    """When the last engine answer was there."""
+    stages: dict[str, float] = field(default_factory=dict)
+    scored: list[tuple[MicrogroupTask, float]] = field(default_factory=list)
+
+
+def _name(task: MicrogroupTask) -> dict[str, int]:
+    """What the spans of a microgroup say."""
+    return {
+        "rollout": task.rollout,
+        "group": task.group,
+        "index": task.keys[0].index,
+        "samples": len(task.keys),
+    }
 
 
 def first_failure(failures: BaseExceptionGroup) -> BaseException:

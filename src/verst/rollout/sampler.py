@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verst.config.recipe import RlRecipe
+from verst.obs.spans import Spans
 from verst.rollout.dynamic import Collected, collect
 from verst.rollout.filters import GroupFilters
 from verst.rollout.journal import SampledGroup, sampled_group
@@ -57,11 +58,20 @@ class _Judged:
 
 
 class Sampler:
-    def __init__(self, recipe: RlRecipe, source: PromptSource, pipeline: Pipeline, filters: GroupFilters) -> None:
+    def __init__(
+        self,
+        recipe: RlRecipe,
+        source: PromptSource,
+        pipeline: Pipeline,
+        filters: GroupFilters,
+        *,
+        spans: Spans | None = None,
+    ) -> None:
         self._recipe = recipe
         self._source = source
         self._pipeline = pipeline
         self._filters = filters
+        self._spans = spans or Spans()
 
     def known_end(self, start: Standing) -> Standing | None:
         """What a rollout from `start` will leave; None where its filters decide."""
@@ -91,9 +101,16 @@ class Sampler:
             scored, seconds = await self._pipeline.run(tasks, weight_version=weight_version, on_generated=generated)
             clock.add(seconds, begun=begun)
             sampled = sampled_group(position, scored, group_size=self._recipe.rollout.group_size)
-            return _Judged(sampled=sampled, dropped_by=self._filters.dropped_by(sampled.group))
+            asked_s = time.monotonic()
+            dropped_by = self._filters.dropped_by(sampled.group)
+            ended_s = time.monotonic()
+            self._spans.add(
+                "filter", start_s=asked_s, end_s=ended_s, rollout=number, group=group, dropped_by=dropped_by
+            )
+            return _Judged(sampled=sampled, dropped_by=dropped_by)
 
-        collected = await self._collect(sample, fresh=len(fresh))
+        with self._spans.span("rollout", rollout=number):
+            collected = await self._collect(sample, fresh=len(fresh))
         if config.enabled:
             on_generated()
         passed = [*fresh, *(j.sampled for j in collected.judged if config.enabled and j.dropped_by is None)]
