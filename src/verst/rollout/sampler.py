@@ -6,8 +6,10 @@ that one that was stopped in the middle, or in another process, is made again.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +60,9 @@ class _Judged:
 
 
 class Sampler:
+    """Groups begin in turn: when those before have engines for all of their microgroups or soon will. What waits longer
+    needs no requests yet, and a slow reward never keeps the next group from the engines."""
+
     def __init__(
         self,
         recipe: RlRecipe,
@@ -72,6 +77,11 @@ class Sampler:
         self._pipeline = pipeline
         self._filters = filters
         self._spans = spans or Spans()
+        self._microgroups = recipe.rollout.group_size // recipe.rollout.microgroup_size
+        """Of one group."""
+        at_engines = recipe.engine.num * recipe.engine.queue_size
+        self._turns = asyncio.Semaphore(-(-at_engines // self._microgroups) + 1)
+        """Groups that are being generated."""
 
     def known_end(self, start: Standing) -> Standing | None:
         """What a rollout from `start` will leave; None where its filters decide."""
@@ -86,7 +96,7 @@ class Sampler:
         config, size = self._recipe.rollout.dynamic, self._recipe.rollout.num_groups
         fresh = [kept for kept in start.kept if weight_version - kept.group.weight_version <= config.staleness]
         clock = _Clock()
-        missing = size * self._recipe.rollout.group_size // self._recipe.rollout.microgroup_size
+        missing = size
 
         def generated() -> None:
             nonlocal missing
@@ -96,9 +106,12 @@ class Sampler:
 
         async def sample(group: int) -> _Judged:
             position = start.position + group
-            begun = clock.now()
-            tasks = self.plan(position, number, group)
-            scored, seconds = await self._pipeline.run(tasks, weight_version=weight_version, on_generated=generated)
+            async with self._turn(generated) as on_microgroup:
+                begun = clock.now()
+                tasks = self.plan(position, number, group)
+                scored, seconds = await self._pipeline.run(
+                    tasks, weight_version=weight_version, on_generated=on_microgroup
+                )
             clock.add(seconds, begun=begun)
             sampled = sampled_group(position, scored, group_size=self._recipe.rollout.group_size)
             asked_s = time.monotonic()
@@ -134,6 +147,25 @@ class Sampler:
         )
         kept = tuple(left) if config.staleness else ()
         return rollout, Standing(position=start.position + collected.consumed, kept=kept)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, on_group: Callable[[], None]) -> AsyncIterator[Callable[[], None]]:
+        """What is to be called for each microgroup of a group that is generated; with the last one the turn is over."""
+        await self._turns.acquire()
+        left = self._microgroups
+
+        def generated() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                self._turns.release()
+                on_group()
+
+        try:
+            yield generated
+        finally:
+            if left:
+                self._turns.release()
 
     async def _collect(
         self, sample: Callable[[int], Coroutine[Any, Any, _Judged]], *, fresh: int
