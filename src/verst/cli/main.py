@@ -1,4 +1,4 @@
-"""`verst`: train, plan, replay, explain-ratio, eval, generate, serve, export, tiny."""
+"""`verst`: train, plan, replay, explain-ratio, eval, generate, serve, export, dashboard, tiny."""
 
 from __future__ import annotations
 
@@ -193,6 +193,24 @@ def export(
     from verst.cli import models
 
     models.export(run, out, what=what, checkpoint=checkpoint, ema=ema)
+
+
+@app.command()
+def dashboard(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of them such as runs/.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; elsewhere than on loopback VERST_TOKEN must be set.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 = any free one.")] = 8080,
+    export: Annotated[
+        Path | None, typer.Option(help="Write the page as this one HTML file instead, to mail or keep.")
+    ] = None,
+    max_mb: Annotated[float, typer.Option(help="Of that file, at most; samples are left out beyond.")] = 20.0,
+) -> None:
+    """Look at runs, live, in a browser: curves, samples, who did what when, alarms, recipes side by side."""
+    from verst.cli import dashboard as command
+
+    command.run(runs, host=host, port=port, export=export, max_mb=max_mb)
 
 
 @app.command()

@@ -18,6 +18,7 @@ import tomli_w
 
 from verst.config.recipe import Recipe, RlRecipe
 from verst.errors import CheckpointError, ConfigError
+from verst.obs.tables import flat
 from verst.trainer import checkpoint
 
 IfComplete = Literal["summary", "new"]
@@ -121,10 +122,10 @@ class RunFolder:
         ):
             return
         try:
-            before = _flatten(tomllib.loads(path.read_text()))
+            before = flat(tomllib.loads(path.read_text()))
         except tomllib.TOMLDecodeError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
-        now = _flatten(dump(self.recipe))
+        now = flat(dump(self.recipe))
         free = _FREE if self.recipe.trainer.schedule == "constant" else _FREE[1:]
         changed = [
             f"{key}: {before.get(key, 'unset')} -> {now.get(key, 'unset')}"
@@ -195,14 +196,6 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return out.stdout.strip()
-
-
-def _flatten(data: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(data, dict):
-        return {k: v for key, value in data.items() for k, v in _flatten(value, f"{prefix}{key}.").items()}
-    if isinstance(data, list) and data and isinstance(data[0], dict):
-        return {k: v for i, value in enumerate(data) for k, v in _flatten(value, f"{prefix}{i}.").items()}
-    return {prefix[:-1]: data}
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -1,0 +1,194 @@
+"""The live page: static modules, a stream of what is new in each run, and samples and spans when they are asked for.
+
+GET /                               the page
+GET /api/stream                     server-sent events: `runs` (who is there), then `run` (what is new in one)
+GET /api/runs/{n}/spans             from, to (microseconds), since (spans), limit
+GET /api/runs/{n}/groups            iteration
+GET /runs/{n}/samples/{path}        files below the run's samples/, with ranges
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from verst.dashboard.access import BrowserAccess
+from verst.dashboard.page import STATIC, live_page
+from verst.dashboard.run import RunView, Seen
+from verst.errors import ConfigError
+from verst.web.guard import Guard, check_exposed, token_from_environment
+
+POLL_S = 0.5
+"""Between two looks at the files, while somebody watches."""
+_HEARTBEAT_S = 15.0
+MAX_SPANS = 60_000
+"""That one answer has at most."""
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; media-src 'self' data: blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
+
+
+class Runs:
+    """The runs of one page, read again no more often than every POLL_S, whoever asks."""
+
+    def __init__(self, views: Sequence[RunView]) -> None:
+        self.views = list(views)
+        self._lock = asyncio.Lock()
+        self._read_s = float("-inf")
+
+    async def refresh(self) -> None:
+        async with self._lock:
+            if time.monotonic() - self._read_s >= POLL_S:
+                for view in self.views:
+                    await asyncio.to_thread(view.refresh)
+                self._read_s = time.monotonic()
+
+    def of(self, request: Request) -> RunView:
+        number = int(request.path_params["number"])
+        if number >= len(self.views):
+            raise HTTPException(404, f"there is no run {number}")
+        return self.views[number]
+
+    async def messages(self) -> AsyncIterator[str]:
+        """Server-sent events of one page, without an end."""
+        names = [{"number": view.number, "name": view.name} for view in self.views]
+        yield _event("runs", {"runs": names})
+        seen = [Seen() for _ in self.views]
+        sent_s = time.monotonic()
+        while True:
+            await self.refresh()
+            for view, told in zip(self.views, seen, strict=True):
+                message = view.news(told)
+                if message is not None:
+                    yield _event("run", message)
+                    sent_s = time.monotonic()
+            if time.monotonic() - sent_s > _HEARTBEAT_S:
+                yield ": still here\n\n"
+                sent_s = time.monotonic()
+            await asyncio.sleep(POLL_S)
+
+
+def make_app(views: Sequence[RunView], *, token: str | None = None) -> Starlette:
+    """token: that a client must know; None for a page on loopback."""
+    runs = Runs(views)
+
+    async def page(_: Request) -> Response:
+        return Response(live_page(), media_type="text/html")
+
+    async def stream(_: Request) -> Response:
+        return StreamingResponse(runs.messages(), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+
+    async def spans(request: Request) -> Response:
+        view = runs.of(request)
+        low, high, since, limit = (_number(request, name) for name in ("from", "to", "since", "limit"))
+        await runs.refresh()
+        shown = min(MAX_SPANS, int(limit)) if limit else MAX_SPANS
+        found = await asyncio.to_thread(view.spans.window, low, high, since=int(since or 0), limit=max(1, shown))
+        return JSONResponse(found)
+
+    async def groups(request: Request) -> Response:
+        view = runs.of(request)
+        return JSONResponse({"groups": view.groups.of(int(_number(request, "iteration") or 0))})
+
+    async def sample(request: Request) -> Response:
+        path = runs.of(request).file(request.path_params["path"])
+        if path is None:
+            raise HTTPException(404, "no such sample")
+        return FileResponse(path)
+
+    middleware = [Middleware(_SecurityHeaders), Middleware(Guard, token=token, public=())]
+    if token is not None:
+        middleware.insert(1, Middleware(BrowserAccess, token=token))
+    return Starlette(
+        routes=[
+            Route("/", page),
+            Route("/api/stream", stream),
+            Route("/api/runs/{number:int}/spans", spans),
+            Route("/api/runs/{number:int}/groups", groups),
+            Route("/runs/{number:int}/samples/{path:path}", sample),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ],
+        middleware=middleware,
+    )
+
+
+def serve(views: Sequence[RunView], *, host: str, port: int) -> None:
+    """Until SIGINT or SIGTERM. Raises ConfigError for an address that cannot be listened on, or may not be."""
+    token = token_from_environment()
+    check_exposed(host, token, key="--host")
+    sock = _bind(host, port)
+    number = sock.getsockname()[1]
+    shown = f"[{host}]" if ":" in host else host
+    print(f"{len(views)} run(s) at http://{shown}:{number}/  (Ctrl-C ends)", flush=True)
+    config = uvicorn.Config(make_app(views, token=token), log_level="warning", timeout_graceful_shutdown=1)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[sock])
+    finally:
+        sock.close()
+        for view in views:
+            view.close()
+
+
+class _SecurityHeaders:
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [
+                    *message["headers"],
+                    (b"content-security-policy", _POLICY.encode()),
+                    (b"x-content-type-options", b"nosniff"),
+                    (b"referrer-policy", b"no-referrer"),
+                    (b"cache-control", b"no-cache"),
+                ]
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(128)
+    except OSError as error:
+        sock.close()
+        why = "is in use: choose another, or 0 for any free one" if error.errno == errno.EADDRINUSE else error.strerror
+        raise ConfigError(f"--port {port} of {host} {why}") from error
+    return sock
+
+
+def _event(name: str, data: Any) -> str:
+    return f"event: {name}\ndata: {json.dumps(data, allow_nan=False)}\n\n"
+
+
+def _number(request: Request, name: str) -> float | None:
+    text = request.query_params.get(name)
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise HTTPException(400, f"{name} = {text!r} must be a number") from None
