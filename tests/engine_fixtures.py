@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +74,11 @@ class HeldWorker(Worker):
         self.batches: list[list[tuple[int, ...]]] = []
         """Seeds by request of each batch that was begun."""
 
-    def generate(
-        self, jobs: Sequence[Resolved], *, stopped: Callable[[], bool] = lambda: False
-    ) -> list[list[dict[str, Any]] | EngineError]:
+    def generate(self, jobs: Sequence[Resolved], **options: Any) -> list[list[dict[str, Any]] | EngineError]:
         self.batches.append([job.seeds for job in jobs])
         self.begun.set()
         assert self.go.wait(20)
-        return super().generate(jobs, stopped=stopped)
+        return super().generate(jobs, **options)
 
 
 class HeldServer(EngineServer):

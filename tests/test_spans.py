@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from engine_fixtures import folder as folder
+from engine_fixtures import request
 from loop_fixtures import on_a_loop
-from test_pipeline import PLACES, TASKS, Stages, scores_of
+from test_pipeline import PLACES, TASKS, Stages, scores_of, task_of
 
+from verst.config.rewards import PythonReward
+from verst.engine.client import EngineClient
+from verst.engine.server import EngineServer
+from verst.engine.wire import decode_response
 from verst.obs import spans
 from verst.obs.events import EventLog
 from verst.obs.spans import FILE, Span, Spans, lane_of, read_spans
 from verst.obs.stage_times import covered_s, most_at_a_time, percentiles
+from verst.rewards.base import RewardBatch
+from verst.rewards.pool import RewardPool
+from verst.rollout.engines import EnginePool
 from verst.rollout.plan import MicrogroupTask
 from verst.types import Microgroup, Scores
+from verst.web.timing import AnswerTimes, ServerTimes, Stopwatch
 
 
 def log_in(run: Path, **options: int) -> EventLog:
@@ -105,12 +117,14 @@ def test_metrics_of_stages_and_lanes() -> None:
     taken.add("request", start_s=now, end_s=now + 2.0, lane="engine:1", rollout=0)
     for start, end in ((0.0, 2.0), (1.0, 3.0), (2.0, 4.0)):
         taken.add("reward_wait", start_s=now + start, end_s=now + end, rollout=0, reward="ocr")
+        taken.add("parse_wait", start_s=now + start, end_s=now + end, rollout=0)
     assert taken.longest_stage_s(0) == pytest.approx((3.0 + 2.0) / 2)
     assert taken.longest_stage_s(0) == 0.0
     values = taken.metrics()
     assert values["perf/stage/generate/mean_s"] == pytest.approx(2.5)
     assert [values[f"perf/stage/generate/p{p}_s"] for p in (50, 95, 99)] == pytest.approx([2.0, 4.0, 4.0])
-    assert values["perf/reward/ocr/max_queue"] == 2
+    assert values["perf/parser/max_queue"] == 2
+    assert "perf/reward/ocr/max_queue" not in values  # the pool says it, in samples
     assert values["perf/parser/utilisation"] == 0.0
     ratio = values["perf/reward/ocr/mean_queue"] / values["perf/engine/utilisation"]
     assert ratio == pytest.approx(6.0 / 2.5)  # both over the same time, which the clock decides
@@ -122,3 +136,103 @@ def test_arithmetic_of_intervals() -> None:
     assert covered_s([]) == 0.0
     assert most_at_a_time([(0, 2), (1, 3), (2, 4)]) == 2
     assert percentiles([4, 1, 3, 2], (50, 95, 99, 25)) == [2, 4, 4, 1]
+
+
+def test_what_a_server_says_is_put_in_the_middle_of_what_its_client_saw() -> None:
+    watch = Stopwatch()
+    origin = time.perf_counter()
+    watch.add("queue", origin, origin + 0.25)
+    watch.add("denoise", origin + 0.25, origin + 1.0)
+    watch.batch = 17
+    said = ServerTimes.of(watch.header())
+    assert said is not None
+    assert said.batch == 17
+    assert said.stages["denoise"][0] - said.stages["queue"][0] == pytest.approx(0.25, abs=2e-6)
+    assert said.stages["denoise"][1] - said.stages["denoise"][0] == pytest.approx(0.75, abs=2e-6)
+    said = ServerTimes.of("queue;dur=250;start=100, denoise;dur=750;start=350, total;dur=1200")
+    assert said is not None
+    times = AnswerTimes(sent_s=50.0, answered_s=51.4, received_s=60.0, server=said)
+    assert times.stages() == {"queue": pytest.approx((50.2, 50.45)), "denoise": pytest.approx((50.45, 51.2))}
+
+
+@pytest.mark.parametrize("header", [None, "", "cache;desc=hit", "total;dur=x", "total", "queue;dur=1;start=0"])
+def test_other_servers_may_say_anything(header: str | None) -> None:
+    assert ServerTimes.of(header) is None
+    assert AnswerTimes(sent_s=1.0, answered_s=2.0, received_s=3.0).stages() == {}
+
+
+def test_no_stage_is_outside_its_request() -> None:
+    said = ServerTimes.of("queue;dur=900;start=0, denoise;dur=900;start=900, total;dur=1800")
+    stages = AnswerTimes(sent_s=1.0, answered_s=2.0, received_s=3.0, server=said).stages()
+    assert stages == {"queue": pytest.approx((1.0, 1.5)), "denoise": pytest.approx((1.5, 2.0))}
+
+
+def test_an_engine_says_when_it_did_what_and_the_pool_takes_it_down(folder: Path, tmp_path: Path) -> None:
+    server = EngineServer(folder)
+    server.start()
+    server.wait_ready(60)
+    log = log_in(tmp_path)
+
+    async def ask() -> None:
+        taken = Spans(log)
+        pool = EnginePool([EngineClient(server.url)], per_engine=1, spans=taken)
+
+        async def one(group: int) -> None:
+            task = task_of(group, 0)
+            task = dataclasses.replace(task, request=request())
+            with spans.of(rollout=0, group=group, index=0):
+                answer = await pool.generate(task)
+            assert "timings" not in decode_response(answer)[0]
+
+        await asyncio.gather(one(0), one(1))
+        await pool.close()
+
+    try:
+        asyncio.run(ask())
+    finally:
+        server.stop()
+    log.close()
+    found = read_spans(tmp_path)
+    chain = ("engine_wait", "queue", "encode", "denoise", "decode", "ship", "transfer")
+    for group in (0, 1):
+        own = {span.name: span for span in found if span.microgroup == (0, group, 0)}
+        assert set(own) == {*chain, "request"}
+        assert all(own[a].end_s <= own[b].start_s + 1e-3 for a, b in itertools.pairwise(chain))
+        assert {own[name].lane for name in (*chain[1:-1], "request")} == {"engine:0"}
+        assert own["request"].start_s <= own["queue"].start_s
+        assert own["ship"].end_s <= own["request"].end_s
+    batches = [span.more["batch"] for span in by_name(found, "denoise")]
+    assert len(set(batches)) == 2  # deterministic: one request a batch
+    first, second = by_name(found, "request")
+    waits = {span.group: span for span in by_name(found, "engine_wait")}
+    assert waits[second.group or 0].end_s >= first.end_s  # one place, and the first had it
+
+
+@on_a_loop
+async def test_waits_for_reward_workers_and_their_calls(tmp_path: Path) -> None:
+    log = log_in(tmp_path)
+    taken = Spans(log)
+
+    async def judge(batch: RewardBatch) -> list[float]:
+        await asyncio.sleep(0.002)
+        return [0.5] * len(batch)
+
+    config = PythonReward(path="a:b", name="ocr", workers=2, merge_size=4, merge_wait_ms=10_000)
+    pool = RewardPool(config, judge, deterministic=False, on_span=taken.add)
+
+    async def one(group: int) -> None:
+        with spans.of(rollout=0, group=group, index=0, samples=2):
+            await pool.score(RewardBatch.plain(torch.zeros(2, 1, 2, 2, 3, dtype=torch.uint8), ("a", "b")))
+
+    await asyncio.gather(*(one(group) for group in range(4)))
+    log.close()
+    found = read_spans(tmp_path)
+    assert sorted(span.group or 0 for span in by_name(found, "reward_wait")) == [0, 1, 2, 3]
+    calls = by_name(found, "score")
+    assert [(call.lane, call.more["samples"], call.group) for call in calls] == [
+        ("reward/ocr:0", 4, 0),
+        ("reward/ocr:1", 4, 2),
+    ]
+    for wait in by_name(found, "reward_wait"):
+        assert wait.more["reward"] == "ocr"
+        assert wait.end_s <= calls[(wait.group or 0) // 2].start_s + 1e-6

@@ -199,8 +199,6 @@ class Microgroup:
     conditioning: Conditioning
     echo: dict[str, Any]
     """Sampling parameters that the engine says it used."""
-    timings: dict[str, float] = field(default_factory=dict)
-    """Seconds by stage (`queue`, `encode`, `denoise`, `decode`), measured by the engine."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -167,7 +167,9 @@ class Cluster:
             for url in urls
         ]
         self._make_scorers()
-        self.engines = EnginePool(clients, per_engine=recipe.engine.queue_size, lost=self._lost_ranks)
+        self.engines = EnginePool(
+            clients, per_engine=recipe.engine.queue_size, lost=self._lost_ranks, spans=self._spans
+        )
         self.transports = await self.engines.negotiate()
 
     def _end_engine(self, lead: Any, reason: str) -> None:
@@ -257,7 +259,12 @@ class Cluster:
     def _make_scorers(self) -> None:
         recipe, gold, configs = self._recipe, self._recipe.watch.gold, self._recipe.judges
         self._pools = [
-            RewardPool(config, _remote(self._rewards[reward_name(config)]), deterministic=recipe.run.deterministic)
+            RewardPool(
+                config,
+                _remote(self._rewards[reward_name(config)]),
+                deterministic=recipe.run.deterministic,
+                on_span=self._spans.add,
+            )
             for config in configs
         ]
         make = functools.partial(

@@ -30,6 +30,7 @@ from verst.engine.worker import Unavailable
 from verst.errors import ConfigError, EngineError, ModelError, PromptError, RequestError, SyncError, VerstError
 from verst.web.guard import Guard, Limits
 from verst.web.terms import Terms
+from verst.web.timing import HEADER, Stopwatch
 from verst.weights.manifest import Manifest
 
 LIMITS = Limits(
@@ -108,19 +109,22 @@ class Endpoints:
         self._pool = pool
 
     async def generate(self, request: Request) -> Response:
+        watch = Stopwatch()
         body = await request.body()
         record = GenerateRequest.model_validate_json(body)
         accepted = Accepted.of(request.headers)
         encode = functools.partial(ship, accepted=accepted, pool=self._pool)
         terms = Terms.of(request.headers)
-        work = asyncio.ensure_future(self._batcher.generate(record, terms=terms, encode=encode))
+        work = asyncio.ensure_future(self._batcher.generate(record, terms=terms, encode=encode, watch=watch))
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 return Response(status_code=499)
             shipment: Shipment = work.result()
-            return shipment.response()
+            response = shipment.response()
+            response.headers[HEADER] = watch.header()
+            return response
         finally:
             work.cancel()
             gone.cancel()

@@ -29,6 +29,7 @@ from verst.engine.worker import Unavailable, Worker
 from verst.errors import EngineError
 from verst.families import Components
 from verst.web.terms import ANY, Terms
+from verst.web.timing import Stopwatch
 
 T = TypeVar("T")
 State = Literal["loading", "ready", "asleep", "failed"]
@@ -47,7 +48,9 @@ class OtherWeights(EngineError):
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Job:
     resolved: Resolved
-    arrived: float
+    put_s: float
+    """When it came into the queue."""
+    watch: Stopwatch
     terms: Terms
     encode: Callable[[Records], Any]
     done: asyncio.Future[Any]
@@ -155,8 +158,11 @@ class Batcher:
         *,
         terms: Terms = ANY,
         encode: Callable[[Records], Any] = encode_response,
+        watch: Stopwatch | None = None,
     ) -> Any:
         """What `encode` makes of the samples, on the worker thread. Cancelling takes a waiting request out of the queue.
+
+        watch: takes down when what was done for it.
 
         Raises RequestError or PromptError (400), OtherWeights (409), Unavailable (503), Expired (504), EngineError (500).
         """
@@ -170,7 +176,8 @@ class Batcher:
         images = await asyncio.to_thread(load_images, paths) if paths else None
         job = _Job(
             resolved=resolve(request, components, images=images),
-            arrived=time.perf_counter(),
+            put_s=time.perf_counter(),
+            watch=watch or Stopwatch(),
             terms=terms,
             encode=encode,
             done=_new_future(),
@@ -213,14 +220,21 @@ class Batcher:
             _settle(item.done, OtherWeights(f"{held}, the request wants {item.terms}"))
             return
         self._serving = batch = [item, *self._companions(item, worker.weight_version)]
-        started = time.perf_counter()
+        started_s = time.perf_counter()
+        for job in batch:
+            job.watch.batch = self.num_batches
+            job.watch.add("queue", job.put_s, started_s)
 
         def stopped() -> bool:
             return self._stopping or all(job.done.done() for job in batch)
 
         def work() -> list[Any]:
-            outcomes = worker.generate([job.resolved for job in batch], stopped=stopped)
-            return [_encoded(job, outcome, started) for job, outcome in zip(batch, outcomes, strict=True)]
+            outcomes = worker.generate(
+                [job.resolved for job in batch],
+                stopped=stopped,
+                on_stage=lambda number, stage, start_s, end_s: batch[number].watch.add(stage, start_s, end_s),
+            )
+            return [_encoded(job, outcome) for job, outcome in zip(batch, outcomes, strict=True)]
 
         outcomes: list[Any] | BaseException = await self._on_thread(pool, work)
         self.num_batches += 1
@@ -271,13 +285,17 @@ class Batcher:
             raise EngineError(f"the engine computes no more ({problem}) since a batch failed: {cause}")
 
 
-def _encoded(job: _Job, outcome: Records | EngineError, started: float) -> Any:
+def _encoded(job: _Job, outcome: Records | EngineError) -> Any:
     """On the worker thread, where the tensors were made: nothing else uses the device meanwhile."""
     if isinstance(outcome, EngineError):
         return outcome
-    outcome[0]["timings"]["queue"] = started - job.arrived
-    # Nobody waits for the answer any more: a shared block would only be held up.
-    return None if job.done.done() else job.encode(outcome)
+    if job.done.done():
+        # Nobody waits for the answer any more: a shared block would only be held up.
+        return None
+    started_s = time.perf_counter()
+    encoded = job.encode(outcome)
+    job.watch.add("ship", started_s, time.perf_counter())
+    return encoded
 
 
 def _new_future() -> asyncio.Future[Any]:

@@ -19,6 +19,7 @@ from verst.engine.wire import Answer
 from verst.errors import ConfigError, EchoError, EngineError, RequestError, SyncError
 from verst.web.guard import bearer
 from verst.web.terms import Terms
+from verst.web.timing import HEADER, AnswerTimes, ServerTimes
 from verst.weights.block import host_identity
 from verst.weights.manifest import Certificate, Manifest, verify
 
@@ -112,13 +113,21 @@ class EngineClient:
         """
         body, path = request.model_dump(mode="json", exclude_none=True), "/rollout/generate"
         terms = Terms(version=weight_version, timeout_s=self._timeout_s)
-        response = await self._open(path, body, headers={**self._accepted.headers(), **terms.headers()})
+        response, sent_s = await self._open(path, body, headers={**self._accepted.headers(), **terms.headers()})
+        answered_s = time.monotonic()
         try:
-            return await receive(response, self._pool)
+            answer = await receive(response, self._pool)
         except httpx.TransportError as error:
             raise self._dropped(path, error) from error
         finally:
             await response.aclose()
+        times = AnswerTimes(
+            sent_s=sent_s,
+            answered_s=answered_s,
+            received_s=time.monotonic(),
+            server=ServerTimes.of(response.headers.get(HEADER)),
+        )
+        return replace(answer, times=times)
 
     async def update_weights(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Make the engine take the announced weights; its certificate, compared with the manifest.
@@ -166,7 +175,7 @@ class EngineClient:
             return False
 
     async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        response = await self._open(path, body)
+        response, _ = await self._open(path, body)
         try:
             await response.aread()
         except httpx.TransportError as error:
@@ -177,10 +186,14 @@ class EngineClient:
 
     async def _open(
         self, path: str, body: dict[str, Any], *, headers: Mapping[str, str] | None = None
-    ) -> httpx.Response:
-        """A response that is not read yet. Retries only what the engine cannot have begun: 503, a refused connection."""
+    ) -> tuple[httpx.Response, float]:
+        """A response that is not read yet, and when (`time.monotonic()`) the request was sent that it answers.
+
+        Retries only what the engine cannot have begun: 503, a refused connection.
+        """
         start, pause = time.monotonic(), _FIRST_PAUSE_S
         while True:
+            sent_s = time.monotonic()
             try:
                 response = await self._http.send(
                     self._http.build_request("POST", path, json=body, headers=headers), stream=True
@@ -193,7 +206,7 @@ class EngineClient:
                 raise self._dropped(path, error) from error
             else:
                 if response.status_code != 503:
-                    return self._checked(response, path)
+                    return self._checked(response, path), sent_s
                 problem, patience = f"is not available: {_message(response)}", self._busy_s
             if time.monotonic() - start + pause > patience:
                 raise EngineError(f"engine {self.url} {problem} (tried for {patience} s)")

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verst.engine.guided import Guidance, guided_velocity
 from verst.engine.ranks import Call, EngineRanks, pack_rows, unpack_rows
 from verst.engine.resolve import Resolved
 from verst.engine.sleep import Keep, Sleep
-from verst.engine.worker import Guidance, Worker, guided_velocity
+from verst.engine.worker import Worker
 from verst.errors import EngineError, SyncError
 from verst.families import recognise
 from verst.flow.determinism import make_deterministic

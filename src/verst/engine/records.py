@@ -46,7 +46,7 @@ def sample_records(
     rollout: RolloutResult,
     decoded: Decoded | None,
     facts: dict[str, Any],
-    timings: dict[str, float],
+    seconds: float,
     request_id: str,
     peak_memory_mb: float | None,
 ) -> list[dict[str, Any]]:
@@ -56,7 +56,7 @@ def sample_records(
 
     rollout: empty for plain sampling. decoded: None where the request wants no media.
 
-    `timings` (seconds) is shared by the records, so that the queue's share can be added later.
+    seconds: that it all took, without waiting.
     """
     request = job.request
     echo = {**job.echo(), **facts}
@@ -89,11 +89,10 @@ def sample_records(
                 "denoising_env": _environment(job, rollout.conditioning, row),
                 "dit_trajectory": head["trajectory"],
                 "extra_streams": {name: _extra_stream(parts[name]) for name in others},
-                "inference_time_s": sum(timings.values()),
+                "inference_time_s": seconds,
                 "peak_memory_mb": None if request.suppress_logs else peak_memory_mb,
                 "echo": echo,
                 "weight_version": facts["weight_version"],
-                "timings": timings,
             }
         )
     return records

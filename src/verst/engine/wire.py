@@ -18,6 +18,7 @@ from verst.engine.codec import Reader, Writer
 from verst.engine.request import GenerateRequest
 from verst.errors import EngineError
 from verst.types import Conditioning, Geometry, Microgroup, Sample, SampleKey, StreamTrajectory
+from verst.web.timing import AnswerTimes
 
 __all__ = ["Answer", "GenerateRequest", "decode_response", "encode_response", "share_response", "to_microgroup"]
 
@@ -33,6 +34,8 @@ class Answer:
     """The message; a tensor is uint8 [n], e.g. in a block."""
     shared: Tensor | None = None
     """uint8 [n]: the block that the message's larger tensors lie in."""
+    times: AnswerTimes | None = None
+    """When it came, and what the engine says it did when."""
 
     def portable(self) -> bytes:
         """The same response by itself, as an engine would have sent it to another host."""
@@ -129,7 +132,6 @@ def to_microgroup(answer: Answer | bytes, keys: Sequence[SampleKey]) -> Microgro
         samples=samples,
         conditioning=conditioning,
         echo=records[0]["echo"],
-        timings=records[0].get("timings") or {},
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from verst.engine import module_weights
+from verst.engine.guided import Guidance, guided_velocity
 from verst.engine.prefix import distinct_rows
 from verst.engine.prompts import PromptCache
 from verst.engine.records import Decoded, sample_records
@@ -24,7 +25,6 @@ from verst.families import ALL_PARTS, Components, recognise
 from verst.families.base import HasSound
 from verst.flow.controller import join_transitions
 from verst.flow.denoise import denoise
-from verst.flow.guidance import in_two_passes
 from verst.flow.hooks import Rollout, Stream, prepare_rollout
 from verst.flow.noise import SampleNoise
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
@@ -33,6 +33,8 @@ from verst.weights.loan import Borrower, Loan
 from verst.weights.manifest import Certificate, Manifest
 from verst.weights.receive import WeightReceiver
 
+OnStage = Callable[[int, str, float, float], None]
+"""(number of the request in its batch, stage, start, end), on `time.perf_counter()`."""
 Schedulers = Mapping[str, FlowMatchEulerDiscreteScheduler]
 
 
@@ -50,33 +52,6 @@ class _Row:
     """Initial noise."""
     rollout: Rollout
     """Its hooks do nothing for plain sampling."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Guidance:
-    """How the two sides of one batch are made and combined."""
-
-    scale: float
-    two_passes: bool
-    """One forward for each side, whatever the family does by itself."""
-
-    @classmethod
-    def of(cls, job: Resolved) -> Guidance:
-        return cls(scale=job.guidance_scale, two_passes=job.guided and job.request.guidance_passes == "two")
-
-
-def guided_velocity(
-    components: Components, x: Latents, sigmas: dict[str, Tensor], conditioning: Conditioning, guidance: Guidance
-) -> Latents:
-    """stream -> [B, ...] fp32, by the family's one forward."""
-    family = components.family
-
-    def forward(rows: Conditioning, scale: float) -> Latents:
-        return family.velocity(components.transformer, x, sigmas, rows, guidance_scale=scale)
-
-    if guidance.two_passes:
-        return in_two_passes(lambda rows: forward(rows, family.unguided_scale), conditioning, guidance.scale)
-    return forward(conditioning, guidance.scale)
 
 
 class Worker:
@@ -122,12 +97,16 @@ class Worker:
         return replace(loaded, modules={**shell.modules, **loaded.modules})
 
     def generate(
-        self, jobs: Sequence[Resolved], *, stopped: Callable[[], bool] = lambda: False
+        self,
+        jobs: Sequence[Resolved],
+        *,
+        stopped: Callable[[], bool] = lambda: False,
+        on_stage: OnStage = lambda job, stage, start_s, end_s: None,
     ) -> list[list[dict[str, Any]] | EngineError]:
         """The samples' records of each request of one batch, in order; all requests have one `join_key`.
 
         A request whose numbers are not finite gets an EngineError in its place. Raises EngineError when `stopped`
-        says so between two steps, Unavailable while memory is released.
+        says so between two steps, Unavailable while memory is released. on_stage: told when what was done.
         """
         if self.asleep:
             raise Unavailable("the engine has released its memory; resume it first")
@@ -140,8 +119,15 @@ class Worker:
         encoded = self._clock()
         schedulers, batch, final = self._denoise(jobs, conditioning, stopped)
         denoised = self._clock()
-        seconds = {"encode": encoded - start, "denoise": denoised - encoded}
-        return [self._finish(part, schedulers, final, seconds) for part in batch]
+        for number in range(len(jobs)):
+            on_stage(number, "encode", start, encoded)
+            on_stage(number, "denoise", encoded, denoised)
+        results = []
+        for number, part in enumerate(batch):
+            begun = self._clock()
+            results.append(self._finish(part, schedulers, final, denoised - start))
+            on_stage(number, "decode", begun, self._clock())
+        return results
 
     def _encode(self, jobs: Sequence[Resolved]) -> Conditioning:
         def side(job: Resolved, prompts: Sequence[str], *, negative: bool) -> dict[str, Tensor]:
@@ -239,9 +225,9 @@ class Worker:
         return batch
 
     def _finish(
-        self, part: _Row, schedulers: Schedulers, final: Latents, seconds: dict[str, float]
+        self, part: _Row, schedulers: Schedulers, final: Latents, seconds: float
     ) -> list[dict[str, Any]] | EngineError:
-        """Decode one request's rows by themselves: the same shape whatever it was joined with."""
+        """Decode one request's rows by themselves: the same shape whatever it was joined with. seconds: until then."""
         start = self._clock()
         latents = {name: x[part.rows] for name, x in final.items()}
         rollout = part.rollout.finalize(latents, {name: s.timesteps for name, s in schedulers.items()})
@@ -259,7 +245,6 @@ class Worker:
                 f"finite (weights of version {self.weight_version}, {self.components.dtype})"
             )
         self.num_samples += len(part.job.seeds)
-        timings = {**seconds, "decode": self._clock() - start}
         first, *others = streams = tuple(latents)
         scheduler = schedulers[first]
         facts = {
@@ -277,7 +262,7 @@ class Worker:
             rollout=rollout,
             decoded=decoded,
             facts=facts,
-            timings=timings,
+            seconds=seconds + self._clock() - start,
             request_id=str(uuid.uuid4()),
             peak_memory_mb=self._peak_memory_mb(),
         )

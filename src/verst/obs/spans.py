@@ -84,7 +84,7 @@ def read_spans(run: Path) -> list[Span]:
 def _span(event: dict[str, Any]) -> Span:
     start_s = event.pop("time_s")
     known = {name: event.pop(name) for name in _FIELDS if name in event}
-    end_s = start_s + event.pop("duration_s")
+    end_s = round(start_s + event.pop("duration_s"), 6)
     return Span(name=event.pop("name"), start_s=start_s, end_s=end_s, **known, more=event)
 
 

@@ -84,7 +84,8 @@ class StageTimes:
         for kind, waits in self._waits.items():
             pairs = _pairs(waits)
             values[f"perf/{kind}/mean_queue"] = sum(end - start for start, end in pairs) / elapsed_s
-            values[f"perf/{kind}/max_queue"] = float(most_at_a_time(pairs))
+            if not kind.startswith("reward/"):  # their pools count samples
+                values[f"perf/{kind}/max_queue"] = float(most_at_a_time(pairs))
         self._reset()
         return values
 

@@ -7,15 +7,26 @@ score ─> cut to calls ─> queue (one for each kind of batch) ─> a free work
 from __future__ import annotations
 
 import asyncio
+import functools
+import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from verst.config.rewards import RewardConfig, is_group_wise, reward_name, rows_are_independent
 from verst.rewards.base import RewardBatch, Score
 from verst.rewards.calls import Call, CallResult, attempt, score_with_policy
+
+
+class OnSpan(Protocol):
+    """Told of a wait, or of a worker's call, on `time.monotonic()`."""
+
+    def __call__(
+        self, name: str, *, start_s: float, end_s: float, lane: str | None = None, **attributes: str | int
+    ) -> None: ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -27,6 +38,17 @@ class _Piece:
     due: float
     """When it stops waiting for company, on the loop's clock."""
     is_queued: bool = True
+    since_s: float = field(default_factory=time.monotonic)
+    context: Context = field(default_factory=copy_context)
+    """Of who asked: spans of its wait are added there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Running:
+    """A call."""
+
+    pieces: Sequence[_Piece]
+    worker: int
 
 
 @dataclass(kw_only=True)
@@ -67,7 +89,13 @@ class RewardPool:
     """
 
     def __init__(
-        self, config: RewardConfig, call: Call, *, deterministic: bool, clock: Callable[[], float] = time.perf_counter
+        self,
+        config: RewardConfig,
+        call: Call,
+        *,
+        deterministic: bool,
+        clock: Callable[[], float] = time.perf_counter,
+        on_span: OnSpan = lambda name, **span: None,
     ) -> None:
         self.name = reward_name(config)
         self._config = config
@@ -76,9 +104,11 @@ class RewardPool:
         merges = not is_group_wise(config) and (rows_are_independent(config) or not deterministic)
         self._size = config.merge_size if merges else 0
         """Samples of a call; 0: each batch is one."""
-        self._free = config.workers
+        self._free = list(range(config.workers))
+        """Numbers of the workers that do nothing, a heap."""
+        self._on_span = on_span
         self._lanes: dict[Any, _Lane] = {}
-        self._calls: dict[asyncio.Task[None], list[_Piece]] = {}
+        self._calls: dict[asyncio.Task[None], _Running] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._reset()
 
@@ -132,18 +162,18 @@ class RewardPool:
             self._cancel_unread()
 
     def _cancel_unread(self) -> None:
-        for task, pieces in self._calls.items():
-            if all(piece.scores.cancelled() for piece in pieces):
+        for task, running in self._calls.items():
+            if all(piece.scores.cancelled() for piece in running.pieces):
                 task.cancel()
 
     def _dispatch(self) -> None:
         """Every free worker gets what is ready for it."""
         loop = asyncio.get_running_loop()
         while self._free and (lane := self._ready(loop.time())) is not None:
-            self._free -= 1
-            pieces = list(self._take(lane))
-            task = loop.create_task(self._call(pieces), name=f"reward {self.name}")
-            self._calls[task] = pieces
+            running = _Running(pieces=list(self._take(lane)), worker=heapq.heappop(self._free))
+            context = running.pieces[0].context.copy()
+            task = loop.create_task(self._call(running), name=f"reward {self.name}", context=context)
+            self._calls[task] = running
             task.add_done_callback(self._ended)
         self._max_queue = max(self._max_queue, self._queued())
         if self._timer is not None:
@@ -171,15 +201,20 @@ class RewardPool:
                 return
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        for piece in self._calls.pop(task):
+        running = self._calls.pop(task)
+        for piece in running.pieces:
             if task.cancelled():
                 piece.scores.cancel()
             elif (error := task.exception()) is not None and not piece.scores.done():
                 piece.scores.set_exception(error)
-        self._free += 1
+        heapq.heappush(self._free, running.worker)
         self._dispatch()
 
-    async def _call(self, pieces: Sequence[_Piece]) -> None:
+    async def _call(self, running: _Running) -> None:
+        pieces, started_s = running.pieces, time.monotonic()
+        for piece in pieces:
+            told = functools.partial(self._on_span, "reward_wait", start_s=piece.since_s, end_s=started_s)
+            piece.context.run(told, reward=self.name)
         batch = RewardBatch.join([piece.batch for piece in pieces]) if len(pieces) > 1 else pieces[0].batch
         self._num_calls += 1
         self._num_samples += len(batch)
@@ -188,6 +223,15 @@ class RewardPool:
             scores = await attempt(self._raw_call, batch, timeout_s=self._config.timeout_s)
         finally:
             self._busy_s += self._clock() - started
+            lane = f"reward/{self.name}:{running.worker}"
+            self._on_span(
+                "score",
+                start_s=started_s,
+                end_s=time.monotonic(),
+                lane=lane,
+                reward=self.name,
+                samples=len(batch),
+            )
         start = 0
         for piece in pieces:
             if not piece.scores.done():

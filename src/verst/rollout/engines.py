@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Literal
 
 from verst.engine.client import EngineClient, check_certificate, check_echo
 from verst.engine.wire import Answer, GenerateRequest
 from verst.errors import EchoError, EngineError, InvariantError
+from verst.obs.spans import ENGINE, Spans, lane_of
 from verst.rollout.pipeline import first_failure
 from verst.rollout.plan import MicrogroupTask
 from verst.types import Microgroup
@@ -17,8 +19,16 @@ from verst.types import Microgroup
 class EnginePool:
     """A request goes to the engine with the fewest requests of ours in flight, at most `per_engine` of them."""
 
-    def __init__(self, clients: Sequence[EngineClient], *, per_engine: int, lost: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        clients: Sequence[EngineClient],
+        *,
+        per_engine: int,
+        lost: Sequence[str] = (),
+        spans: Spans | None = None,
+    ) -> None:
         """lost: filled from outside with why ranks of an engine have ended."""
+        self._spans = spans or Spans()
         self._lost = lost
         self._clients = list(clients)
         self._in_flight = [0] * len(clients)
@@ -28,12 +38,14 @@ class EnginePool:
         """That all engines hold; None before the first hand-off of ours."""
 
     async def generate(self, task: MicrogroupTask) -> Answer:
+        asked_s = time.monotonic()
         async with self._slots:
             index = min(range(len(self._clients)), key=self._in_flight.__getitem__)
             self._in_flight[index] += 1
             try:
                 answer = await self._clients[index].generate(task.request, weight_version=self._version)
                 self._num_answers["sent" if answer.shared is None else "shared"] += 1
+                self._take_down(answer, asked_s, lane_of(ENGINE, index))
                 return answer
             except EngineError as error:
                 if self._lost:
@@ -41,6 +53,18 @@ class EnginePool:
                 raise
             finally:
                 self._in_flight[index] -= 1
+
+    def _take_down(self, answer: Answer, asked_s: float, lane: str) -> None:
+        """The spans of one answer, as far as it is known how it came."""
+        times, add = answer.times, self._spans.add
+        if times is None:
+            return
+        batch = {} if times.server is None or times.server.batch is None else {"batch": times.server.batch}
+        add("engine_wait", start_s=asked_s, end_s=times.sent_s)
+        add("request", start_s=times.sent_s, end_s=times.answered_s, lane=lane, **batch)
+        for stage, (start_s, end_s) in times.stages().items():
+            add(stage, start_s=start_s, end_s=end_s, lane=lane, **batch)
+        add("transfer", start_s=times.answered_s, end_s=times.received_s)
 
     @staticmethod
     def check(task: MicrogroupTask, microgroup: Microgroup, weight_version: int) -> None:
