@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flow": set(),
     "weights": set(),
     "rewards": {"config"},
-    "router": {"config", "obs", "web"},
+    "router": {"web"},
     "dashboard": {"obs", "web"},
     "families": {"config", "flow"},
     "algorithms": {"config", "flow"},

@@ -1,4 +1,4 @@
-"""`verst`: train, plan, replay, explain-ratio, eval, generate, serve, export, dashboard, tiny."""
+"""`verst`: train, plan, replay, explain-ratio, eval, generate, serve, router, export, dashboard, tiny."""
 
 from __future__ import annotations
 
@@ -153,7 +153,9 @@ def generate(
 @app.command()
 def serve(
     model: Annotated[Path, typer.Argument(help="A model folder in the diffusers layout.")],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with VERST_TOKEN.")] = (
+        "127.0.0.1"
+    ),
     port: Annotated[int, typer.Option(help="0 = any free one.")] = 30000,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option()] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
@@ -176,6 +178,35 @@ def serve(
         queue_size=queue_size,
         threads=threads,
     )
+
+
+@app.command()
+def router(
+    engines: Annotated[list[str] | None, typer.Option(help="Address of an engine; once for each.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with VERST_TOKEN.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="0 = any free one.")] = 30100,
+    max_staleness: Annotated[int, typer.Option(min=0, help="Weight versions that an engine may be behind.")] = 0,
+    per_engine: Annotated[int, typer.Option(min=1, help="Requests at one engine at a time; more wait here.")] = 16,
+    queue_size: Annotated[int, typer.Option(min=0, help="Requests that may wait.")] = 1024,
+    request_timeout_s: Annotated[float, typer.Option(min=0.001, help="Until an answer begins.")] = 900.0,
+    probe_s: Annotated[float, typer.Option(min=0.01, help="Between two looks at an engine.")] = 1.0,
+) -> None:
+    """One address for several engines: least-loaded, by weight version, with recovery (docs/serving.md)."""
+    from verst.router.options import RouterOptions
+    from verst.router.pool import Policy
+    from verst.router.server import serve as serve_router
+    from verst.web.guard import token_from_environment
+
+    options = RouterOptions(
+        engines=tuple(engines or ()),
+        policy=Policy(per_engine=per_engine, max_staleness=max_staleness),
+        queue_size=queue_size,
+        request_timeout_s=request_timeout_s,
+        probe_s=probe_s,
+    )
+    serve_router(options, host=host, port=port, token=token_from_environment())
 
 
 @app.command()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import socket
 import threading
@@ -24,9 +23,10 @@ from verst.engine.blocks import BlockPool, supported
 from verst.engine.ranked import LeadWorker
 from verst.engine.ranks import EngineRanks, Meeting
 from verst.engine.worker import Worker
-from verst.errors import ConfigError, EngineError
+from verst.errors import EngineError
 from verst.flow.determinism import make_deterministic
 from verst.web.guard import check_exposed
+from verst.web.listen import listen, url_of
 from verst.weights.block import host_identity
 from verst.weights.loan import Loan
 
@@ -86,15 +86,14 @@ class EngineServer:
         """Known once the port is bound."""
         if self._socket is None:
             raise EngineError("the engine server is not started, so it has no address yet")
-        host, port = self._socket.getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        return url_of(self._socket)
 
     def start(self) -> None:
         """Bind and serve from a background thread; the model loads meanwhile (`wait_ready`).
 
         Raises ConfigError when the port or the address cannot be had.
         """
-        self._bind()
+        self._socket = listen(self._host, self._port, keys="engine.{}")
         self._thread = threading.Thread(target=self._serve, name="verst-engine-http", daemon=True)
         self._thread.start()
 
@@ -104,7 +103,7 @@ class EngineServer:
         Raises ConfigError like `start`, and EngineError as soon as the engine is dead: whoever supervises the process
         shall see its end.
         """
-        self._bind()
+        self._socket = listen(self._host, self._port, keys="engine.{}")
         print(f"{self._folder} is served at {self.url}", flush=True)
         self._serve(until_failure=True)
         if self._failure is not None:
@@ -140,25 +139,6 @@ class EngineServer:
         if self._batcher is not None and self._meeting is not None:
             # Else ranks that meet again in this process would find half of the old group.
             self._batcher.wait_closed(timeout_s)
-
-    def _bind(self) -> None:
-        family, kind, proto, _, address = _resolve(self._host, self._port)
-        sock = socket.socket(family, kind, proto)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind(address)
-            # Two sockets can be bound to one port until one of them listens.
-            sock.listen(2048)
-        except OSError as error:
-            sock.close()
-            if error.errno == errno.EADDRINUSE:
-                raise ConfigError(
-                    f"engine.port = {self._port} is in use on {self._host}: choose another engine.port, or 0 for any free one"
-                ) from error
-            raise ConfigError(
-                f"engine.host = {self._host!r}, engine.port = {self._port} cannot be listened on: {error.strerror}"
-            ) from error
-        self._socket = sock
 
     def _serve(self, *, until_failure: bool = False) -> None:
         assert self._socket is not None
@@ -225,11 +205,3 @@ class EngineServer:
         if self._meeting is None:
             return Worker(self._folder, loan=self._loan, **options)
         return LeadWorker(self._folder, ranks=EngineRanks(self._meeting, device=self._device), **options)
-
-
-def _resolve(host: str, port: int) -> tuple[int, int, int, str, tuple[str | int, ...]]:
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror as error:
-        raise ConfigError(f"engine.host = {host!r} is no address of this machine: {error.strerror}") from error
-    return found[0]  # type: ignore[return-value]

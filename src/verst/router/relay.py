@@ -1,0 +1,62 @@
+"""An engine's answer on its way to a client, piece by piece: what the client does not take is not fetched."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import httpx
+from starlette.types import Receive, Scope, Send
+
+from verst.router.metrics import Metrics
+from verst.router.upstream import answer_headers, explain
+
+_log = logging.getLogger(__name__)
+
+
+class Relay:
+    """An ASGI answer. At most one piece, as it came from the socket, is in hand at a time."""
+
+    def __init__(self, answer: httpx.Response, *, metrics: Metrics, ended: Callable[[str | None], None]) -> None:
+        """answer: of which no body is read yet. ended: called once, with what the engine did wrong."""
+        self._answer, self._metrics, self._ended = answer, metrics, ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        passing = asyncio.ensure_future(self._pass_on(send))
+        gone = asyncio.ensure_future(disconnected(receive))
+        problem = None
+        try:
+            await asyncio.wait({passing, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not passing.done():
+                self._metrics.cancelled.inc()
+                return
+            passing.result()
+        except httpx.TransportError as error:
+            problem = f"broke off in the middle of an answer: {explain(error)}"
+            _log.warning("%s %s", self._answer.url, problem)
+            # No end is sent: the server closes the connection, and the client sees that the answer is not whole.
+        finally:
+            passing.cancel()
+            gone.cancel()
+            await asyncio.wait({passing})
+            self._ended(problem)
+            await self._answer.aclose()
+
+    async def _pass_on(self, send: Send) -> None:
+        headers = [(name.encode(), value.encode()) for name, value in answer_headers(self._answer.headers).items()]
+        await send({"type": "http.response.start", "status": self._answer.status_code, "headers": headers})
+        async for piece in self._answer.aiter_raw():
+            self._metrics.in_hand.inc(len(piece))
+            try:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            finally:
+                self._metrics.in_hand.dec(len(piece))
+            self._metrics.relayed.inc(len(piece))
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client is gone; the body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
