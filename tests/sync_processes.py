@@ -179,16 +179,16 @@ def dying(folder: Path, model: Path) -> None:
     manifest = sender.publish(out, receivers=1)
     assert manifest is not None
     _write(folder / "manifest", json.dumps(manifest))
-    fill, count = Outgoing.fill, 0
+    sources, count = Outgoing.sources, 0
 
-    def fill_once(self: Outgoing, *what: Any) -> list[Tensor]:
+    def only_first(self: Outgoing, *what: Any) -> list[Tensor]:
         nonlocal count
         count += 1
         if count > 3:
             os._exit(1)
-        return fill(self, *what)
+        return sources(self, *what)
 
-    Outgoing.fill = fill_once  # type: ignore[method-assign]
+    Outgoing.sources = only_first  # type: ignore[method-assign]
     sender.send()
 
 

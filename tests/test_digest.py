@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from verst.weights.digest import SEGMENT, _odd_keys, _plan, digest_of, kind_of, segment_keys, word_digests
+from verst.weights.digest import SEGMENT, _odd_keys, digest_of, kind_of, segment_keys, segments_of, word_digests
 
 _MASK = 2**32 - 1
 
@@ -116,7 +116,7 @@ def test_segments_as_a_kernel_sees_them_add_up_to_the_same() -> None:
     """The table that the Triton kernel works from: each segment's address, length, owner and factor."""
     tensors = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (2 * SEGMENT + 3, 5, SEGMENT)]
     spans = tuple((t.data_ptr(), t.numel()) for t in tensors)
-    pointers, lengths, owners, factors = (t.tolist() for t in _plan(torch.device("cpu"), spans))
+    pointers, lengths, owners, factors = (t.tolist() for t in segments_of(torch.device("cpu"), spans))
     assert lengths == [SEGMENT, SEGMENT, 3, 5, SEGMENT]
     sums = [0, 0, 0]
     for pointer, length, owner, factor in zip(pointers, lengths, owners, factors, strict=True):

@@ -20,6 +20,7 @@ from verst.families import recognise
 from verst.types import Conditioning
 from verst.weights.block import SharedBlock, open_block
 from verst.weights.digest import digest_of
+from verst.weights.fill import Filler
 from verst.weights.lora import LoraSpec, attach_lora, is_lora_parameter, lora_spec_of
 from verst.weights.manifest import Certificate, Manifest, aligned, bucket_size, pack, verify, view_in
 from verst.weights.receive import WeightReceiver
@@ -423,8 +424,9 @@ def test_filled_bucket_with_one_bad_value_names_its_tensor(dtypes: list[torch.dt
     outgoing = Outgoing(version=3, tensors=tensors, dtypes=dict(zip(tensors, dtypes, strict=True)), lora=None)
     (entries,) = outgoing.layout(2**20)
     block = torch.zeros(aligned(bucket_size(entries)), dtype=torch.uint8)
-    outgoing.check_filled(block, entries, outgoing.fill(block, entries))
+    filler = Filler([view_in(block, entry) for entry in entries])
+    assert filler.fill(outgoing.sources(entries), check=True).broken.tolist() == [0, 0, 0]
     tensors["second"][4, 1] = float("-inf")
-    places = outgoing.fill(block, entries)
+    assert filler.fill(outgoing.sources(entries), check=True).broken.tolist() == [0, 1, 0]
     with pytest.raises(SyncError, match=r"weights of version 3 are not finite: second$"):
-        outgoing.check_filled(block, entries, places)
+        outgoing.check_finite(outgoing.fill(block, entries), entries)

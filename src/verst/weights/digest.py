@@ -35,44 +35,47 @@ _ROWS = {"cpu": 16, "cuda": 2048}
 _MULTIPLIER = 0x1B873593CC9E2D51
 
 
+class Ledger:
+    """Names, dtypes and shapes of tensors, in the order in which their digests will come."""
+
+    def __init__(self, entries: Iterable[tuple[str, str, Sequence[int]]]) -> None:
+        labels = [_label(*entry) for entry in entries]
+        order = sorted(range(len(labels)), key=labels.__getitem__)
+        self._order = torch.tensor(order, dtype=torch.int64)
+        self._sha = hashlib.sha256("".join(labels[index] for index in order).encode())
+
+    def digest(self, values: Tensor) -> str:
+        """values: [n] int64 on any device, `word_digests` of the tensors. Waits for the device."""
+        sha = self._sha.copy()
+        sha.update(values.cpu()[self._order].numpy().astype("<i8").tobytes())
+        return f"multilinear:{sha.hexdigest()}"
+
+
 class Digester:
-    """`digest_of` the same tensors again and again: what follows from names, shapes and places is made once."""
+    """`digest_of` the same tensors again and again: what follows from names and shapes is made once."""
 
     def __init__(self, tensors: Mapping[str, Tensor], kind: DigestKind = "multilinear") -> None:
-        self._kind = kind
-        self._tensors = {name: tensors[name] for name in sorted(tensors)}
-        self._labels = [_label(name, _dtype_name(t.dtype), t.shape) for name, t in self._tensors.items()]
+        self._kind, self._named = kind, dict(tensors)
+        self._ledger = Ledger((name, _dtype_name(t.dtype), t.shape) for name, t in tensors.items())
 
     def digest(self) -> str:
         """Of what the tensors hold now. At most one wait for each device."""
         if self._kind == "sha256":
-            return f"sha256:{_sha256(self._tensors)}"
-        tensors = list(self._tensors.values())
-        values = [0] * len(tensors)
+            return f"sha256:{_sha256(self._named)}"
+        tensors = list(self._named.values())
+        values = torch.zeros(len(tensors), dtype=torch.int64)
         # Asked anew: a module may have been moved since.
         devices: dict[torch.device, list[int]] = {}
         for index, tensor in enumerate(tensors):
             devices.setdefault(tensor.device, []).append(index)
         for indices in devices.values():
-            found = word_digests([tensors[index] for index in indices]).tolist()
-            for index, value in zip(indices, found, strict=True):
-                values[index] = value
-        return _combined(zip(self._labels, values, strict=True))
+            values[indices] = word_digests([tensors[index] for index in indices]).cpu()
+        return self._ledger.digest(values)
 
 
 def digest_of(tensors: Mapping[str, Tensor], kind: DigestKind = "multilinear") -> str:
-    """`<kind>:<hex>` over names (sorted), dtypes, shapes and bytes. At most one wait for each device."""
+    """`<kind>:<hex>` over names (in an order of their own), dtypes, shapes and bytes. At most one wait for each device."""
     return Digester(tensors, kind).digest()
-
-
-def combine(parts: Iterable[tuple[str, str, Sequence[int], int]]) -> str:
-    """The digest of tensors whose words are digested already: name, dtype, shape and D of each."""
-    return _combined((_label(name, dtype, shape), value) for name, dtype, shape, value in sorted(parts))
-
-
-def _combined(parts: Iterable[tuple[str, int]]) -> str:
-    lines = "".join(f"{label}{value % 2**64:016x}\n" for label, value in parts)
-    return f"multilinear:{hashlib.sha256(lines.encode()).hexdigest()}"
 
 
 def _label(name: str, dtype: str, shape: Sequence[int]) -> str:
@@ -92,9 +95,13 @@ def word_digests(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros(0, dtype=torch.int64)
     device = tensors[0].device
-    if device.type == "cuda" and _has_triton():
-        return _by_triton(tensors, device)
+    if has_kernel(device):
+        return _by_kernel(tensors, device)
     return torch.stack([_digest(tensor) for tensor in tensors])
+
+
+def has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and _has_triton()
 
 
 @functools.cache
@@ -111,24 +118,23 @@ def _sha256(tensors: Mapping[str, Tensor]) -> str:
     return sha.hexdigest()
 
 
-def _by_triton(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    from verst.weights.digest_triton import segment_sums
+def _by_kernel(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    from verst.weights import words_triton
 
     whole = [tensor.contiguous() for tensor in tensors]
-    spans, fits = [], []
-    for tensor in whole:
-        address, nbytes = tensor.data_ptr(), tensor.nbytes
-        # The kernel reads whole words; what ends in half a word, or begins in one, goes the other way.
-        fits.append(address % 4 == 0 and nbytes % 4 == 0)
-        spans.append((address, nbytes // 4 if fits[-1] else 0))
-    plan = _plan(device, tuple(spans))
-    sums = segment_sums(plan, keys=segment_keys(device), segment=SEGMENT)
+    fits = [is_whole_words(tensor) for tensor in whole]
+    spans = tuple((t.data_ptr(), t.nbytes // 4 if fit else 0) for t, fit in zip(whole, fits, strict=True))
     out = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-    out.index_add_(0, plan[2], sums)
+    words_triton.run(segments_of(device, spans), keys=segment_keys(device), segment=SEGMENT, sums=out, broken=out[:0])
     for index, fit in enumerate(fits):
         if not fit:
             out[index] = _digest(whole[index])
     return out
+
+
+def is_whole_words(tensor: Tensor) -> bool:
+    """What ends in half a word, or begins in one, a kernel cannot read."""
+    return tensor.data_ptr() % 4 == 0 and tensor.nbytes % 4 == 0
 
 
 Plan = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -136,7 +142,7 @@ Plan = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @functools.lru_cache(maxsize=16)
-def _plan(device: torch.device, spans: tuple[tuple[int, int], ...]) -> Plan:
+def segments_of(device: torch.device, spans: tuple[tuple[int, int], ...]) -> Plan:
     """Parameters and staging buffers stay where they are, so that a run asks for the same few plans again."""
     addresses, words = torch.tensor(spans, dtype=torch.int64).unbind(1)
     counts = (words + SEGMENT - 1) // SEGMENT

@@ -21,9 +21,9 @@ from verst.errors import EngineError, SyncError
 from verst.weights import gpu_memory
 from verst.weights.block import SharedBlock, map_block
 from verst.weights.digest import digest_of
+from verst.weights.fill import copy_all
 from verst.weights.lora import is_lora_parameter
 from verst.weights.manifest import TensorEntry, aligned, bucket_size, pack, view_in
-from verst.weights.send import copy_all
 
 _BUCKET_BYTES = 256 * 2**20
 

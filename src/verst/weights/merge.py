@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from verst.weights.digest import has_kernel
 from verst.weights.lora import ADAPTER, LoraSpec, target_layers
 
 _TEMPORARY_ELEMENTS = 2**26
@@ -61,6 +62,7 @@ class _Batch:
         self.a = torch.zeros(count, rank, columns, device=self.base.device)
         self.b = torch.zeros(count, rows, rank, device=self.base.device)
         self._weights = torch.empty(0)
+        self._addresses: list[int] = []
 
     def pairs(self) -> dict[str, Tensor]:
         found = {}
@@ -70,25 +72,25 @@ class _Batch:
         return found
 
     def merge(self, scale: float) -> None:
-        product = torch.bmm(self.b * scale, self.a)
-        if not self._is_stacked():
+        if [layer.weight.data_ptr() for layer in self.layers.values()] != self._addresses:
             self._stack()
+        if has_kernel(self.base.device):
+            from verst.weights.merge_triton import merge
+
+            merge(self.base, self.a, self.b, scale=scale, out=self._weights)
+            return
+        product = torch.bmm(self.b * scale, self.a)
         # One pass: read in both dtypes, summed in fp32, rounded as it is written.
         torch.add(product, self.base, out=self._weights)
-
-    def _is_stacked(self) -> bool:
-        return len(self._weights) > 0 and all(
-            layer.weight.data_ptr() == place.data_ptr()
-            for layer, place in zip(self.layers.values(), self._weights, strict=True)
-        )
 
     def _stack(self) -> None:
         """Give the layers' weights places in one tensor, which they leave when the module is moved."""
         self._weights = torch.empty_like(self.base)
         for layer, place in zip(self.layers.values(), self._weights, strict=True):
             layer.weight.data = place
+        self._addresses = [place.data_ptr() for place in self._weights]
 
     def to(self, device: torch.device) -> None:
         self.base, self.a, self.b = (tensor.to(device) for tensor in (self.base, self.a, self.b))
         # The layers have left it, or hold it themselves until they do.
-        self._weights = torch.empty(0)
+        self._weights, self._addresses = torch.empty(0), []

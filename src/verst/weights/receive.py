@@ -9,12 +9,40 @@ import torch
 from torch import Tensor, nn
 
 from verst.errors import ConfigError, SyncError
-from verst.weights.digest import Digester, DigestKind, kind_of
+from verst.weights.digest import Digester, Ledger, kind_of
+from verst.weights.fill import Filler
 from verst.weights.lora import LoraSpec, attach_lora, detach_lora, is_lora_parameter, lora_spec_of
 from verst.weights.manifest import Certificate, Manifest, TensorEntry
 from verst.weights.merge import MergedLora
-from verst.weights.send import copy_all
 from verst.weights.transports import RECEIVERS, Incoming, Receiver
+
+
+class _Targets:
+    """Where the tensors of one layout go."""
+
+    def __init__(self, key: Any, places: dict[str, Tensor], layout: Sequence[Sequence[TensorEntry]]) -> None:
+        self.key, self.places = key, places
+        self._fillers = [Filler([places[entry["name"]] for entry in entries]) for entries in layout]
+        self._ledger = Ledger((e["name"], e["dtype"], e["shape"]) for entries in layout for e in entries)
+        self._digester = Digester(places)
+        self._sha256 = Digester(places, "sha256")
+        self._was_read_back = False
+
+    def fill(self, bucket: int, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The digests of the bucket's tensors as written; tensors in the layout's order."""
+        return self._fillers[bucket].fill(list(tensors.values())).digests
+
+    def digest(self, written: Sequence[Tensor], sent: str) -> str:
+        """Of what is held now, of the kind of `sent`."""
+        if kind_of(sent) == "sha256":
+            return self._sha256.digest()
+        held = self._ledger.digest(torch.cat(list(written)))
+        if not self._was_read_back and held == sent:
+            # Once for each layout the places themselves are read again: that the words went where the module has its
+            # weights is then no assumption.
+            self._was_read_back = True
+            return self._digester.digest()
+        return held
 
 
 class WeightReceiver:
@@ -25,9 +53,7 @@ class WeightReceiver:
         self._module, self._device, self._base_is_borrowed = module, device, base_is_borrowed
         self._transports: dict[str, Receiver] = {}
         self._merged: MergedLora | None = None
-        self._known: tuple[Any, dict[str, Tensor]] | None = None
-        self._digesters: dict[DigestKind, Digester] = {}
-        """Of the known targets."""
+        self._known: _Targets | None = None
         self.invalid: str | None = None
         """Why the weights are of no version at all: an update broke off in the middle. None = they are whole."""
 
@@ -70,16 +96,12 @@ class WeightReceiver:
         for transport in self._transports.values():
             transport.close()
 
-    def _write(self, manifest: Manifest, targets: dict[str, Tensor], incoming: Incoming) -> Certificate:
+    def _write(self, manifest: Manifest, targets: _Targets, incoming: Incoming) -> Certificate:
         version = manifest["version"]
         self.invalid = f"the update to version {version} broke off in the middle"
-        for tensors in incoming.buckets():
-            copy_all([targets[name] for name in tensors], list(tensors.values()))
+        written = [targets.fill(number, tensors) for number, tensors in enumerate(incoming.buckets())]
         sent = incoming.digest()
-        kind = kind_of(sent)
-        if kind not in self._digesters:
-            self._digesters[kind] = Digester(targets, kind)
-        held = self._digesters[kind].digest()
+        held = targets.digest(written, sent)
         if held != sent:
             self.invalid = f"version {version} arrived damaged"
             raise SyncError(
@@ -88,23 +110,22 @@ class WeightReceiver:
         if self._merged is not None:
             self._merged.merge()
         self.invalid = None
-        return Certificate(version=version, num_applied=len(targets), digest=held)
+        return Certificate(version=version, num_applied=len(targets.places), digest=held)
 
-    def _check(self, manifest: Manifest, transport: Receiver) -> dict[str, Tensor]:
-        """name -> where it goes."""
+    def _check(self, manifest: Manifest, transport: Receiver) -> _Targets:
         layout = [bucket["tensors"] for bucket in manifest["buckets"]]
         key = (manifest["finetune"], layout)
         # A module has a thousand parameters, and the same ones every time.
-        if self._known is not None and self._known[0] == key:
-            return self._known[1]
+        if self._known is not None and self._known.key == key:
+            return self._known
         try:
             targets = self._targets(manifest["finetune"])
             _check_entries([entry for entries in layout for entry in entries], targets)
         except SyncError as error:
             transport.refuse(manifest, str(error))
             raise
-        self._known, self._digesters = (key, targets), {}
-        return targets
+        self._known = _Targets(key, targets, layout)
+        return self._known
 
     def _targets(self, finetune: Mapping[str, Any]) -> dict[str, Tensor]:
         attached = lora_spec_of(self._module)

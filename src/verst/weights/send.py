@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from verst.errors import SyncError
+from verst.weights.fill import are_finite, copy_all
 from verst.weights.lora import LoraSpec
 from verst.weights.manifest import TensorEntry, pack, view_in
 
@@ -42,53 +43,37 @@ class Outgoing:
         """The entries of each bucket; the same lists for the same names, shapes and dtypes, so not to be changed."""
         return _layout(tuple((name, t.shape, self.dtypes[name]) for name, t in self.tensors.items()), bucket_bytes)
 
+    def sources(self, entries: Sequence[TensorEntry]) -> list[Tensor]:
+        """The entries' tensors whole, on their device, not all of them rounded. A collective."""
+        return gather([self.tensors[e["name"]] for e in entries], [self.dtypes[e["name"]] for e in entries])
+
     def fill(self, block: Tensor | None, entries: Sequence[TensorEntry]) -> list[Tensor]:
         """The entries' tensors into their places in `block`, a bucket's bytes; the places. A collective.
 
         None: this rank only helps to gather.
         """
-        sources = gather([self.tensors[e["name"]] for e in entries], [self.dtypes[e["name"]] for e in entries])
+        sources = self.sources(entries)
         if block is None:
             return []
         views = [view_in(block, entry) for entry in entries]
         copy_all(views, sources)
         return views
 
-    def check_filled(self, block: Tensor, entries: Sequence[TensorEntry], places: Sequence[Tensor]) -> None:
-        """`check_finite` of a bucket whose bytes between tensors are 0: one reduction where all is well."""
-        dtypes = {place.dtype for place in places}
-        if len(dtypes) > 1 or not _are_finite([block.view(dtypes.pop())])[0]:
-            self.check_finite(places, entries)
-
     def check_finite(self, tensors: Sequence[Tensor], entries: Sequence[TensorEntry]) -> None:
         """Of whole tensors, rounded. Raises SyncError that names those that are not."""
-        self._refuse([e["name"] for e, good in zip(entries, _are_finite(tensors), strict=True) if not good])
+        self.refuse([e["name"] for e, good in zip(entries, are_finite(tensors), strict=True) if not good])
 
     def check_shards(self) -> None:
         """Of this rank's own shards, before anything is sent; what rounding would make infinite counts as well."""
         local = [t.to_local() if isinstance(t, DTensor) else t for t in self.tensors.values()]
         limits = [torch.finfo(self.dtypes[name]).max for name in self.tensors]
-        good = _are_finite([t.detach() for t in local], limits)
-        self._refuse([name for name, fine in zip(self.tensors, good, strict=True) if not fine])
+        good = are_finite([t.detach() for t in local], limits)
+        self.refuse([name for name, fine in zip(self.tensors, good, strict=True) if not fine])
 
-    def _refuse(self, broken: Sequence[str]) -> None:
+    def refuse(self, broken: Sequence[str]) -> None:
+        """Raises SyncError that names tensors which are not finite, if there are any."""
         if broken:
             raise SyncError(f"weights of version {self.version} are not finite: {', '.join(broken[:5])}")
-
-
-def _are_finite(tensors: Sequence[Tensor], limits: Sequence[float] | None = None) -> list[bool]:
-    # The largest magnitude of each, in few launches and one wait: NaN and infinity survive it, and half precision
-    # cannot overflow in it.
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if tensor.numel():
-            by_dtype.setdefault(tensor.dtype, []).append(index)
-    good = [True] * len(tensors)
-    for indices in by_dtype.values():
-        largest = torch.stack(torch._foreach_norm([tensors[i] for i in indices], math.inf)).tolist()
-        for index, value in zip(indices, largest, strict=True):
-            good[index] = math.isfinite(value) and (limits is None or value <= limits[index])
-    return good
 
 
 @functools.lru_cache(maxsize=8)
@@ -103,13 +88,6 @@ def trained_tensors(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> dict[
     A collective: every rank calls it.
     """
     return {name: _whole(p.detach()).to(device="cpu", dtype=dtype) for name, p in named.items()}
-
-
-@torch.no_grad()
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """In as few launches as the devices and dtypes allow."""
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources))
 
 
 def gather(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:

@@ -11,7 +11,7 @@ So a receiver that does not take the weights is known before the first byte, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,7 +22,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from verst.errors import SyncError
-from verst.weights.digest import combine, word_digests
+from verst.weights.digest import Ledger
+from verst.weights.fill import Filler
 from verst.weights.manifest import Bucket, Manifest, TensorEntry, aligned, bucket_size, view_in
 from verst.weights.send import Outgoing
 from verst.weights.transports.base import Incoming
@@ -168,25 +169,22 @@ class CollectiveSender:
         # Two, so that a bucket is filled while the one before is on its way.
         buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
         works: list[Any] = [None, None]
-        sent: list[tuple[str, str, Sequence[int], int]] = []
-        numbers: list[tuple[list[TensorEntry], Tensor]] = []
+        numbers: list[Tensor] = []
         for index, entries in enumerate(layout):
             slot, owner = index % 2, index % self._ranks
             if works[slot] is not None:
                 group.wait(works[slot])
                 numbers.append(_tail(buffers[slot], layout[index - 2]))
             buffer = buffers[slot][: _buffer_size(entries)]
-            mine = owner == self._rank
-            views = outgoing.fill(buffer if mine else None, entries)
-            if mine:
-                _digest_place(buffer, entries).copy_(word_digests(views))
+            sources = outgoing.sources(entries)
+            if owner == self._rank:
+                filled = Filler([view_in(buffer, entry) for entry in entries]).fill(sources)
+                _digest_place(buffer, entries).copy_(filled.digests)
             works[slot] = group.broadcast(buffer, owner)
         for index in range(max(0, len(layout) - 2), len(layout)):
             group.wait(works[index % 2])
             numbers.append(_tail(buffers[index % 2], layout[index]))
-        for entries, values in numbers:
-            sent += _parts(entries, values.tolist())
-        return combine(sent) if self._rank == 0 else None
+        return _digest_of(layout, numbers) if self._rank == 0 else None
 
     def _leave(self) -> None:
         if self._group is not None:
@@ -285,10 +283,11 @@ class CollectiveReceiver:
 class _Broadcasts:
     def __init__(self, manifest: Manifest, group: _Group) -> None:
         self._manifest, self._group = manifest, group
-        self._sent: list[tuple[list[TensorEntry], Tensor]] = []
+        self._layout = [bucket["tensors"] for bucket in manifest["buckets"]]
+        self._sent: list[Tensor] = []
 
     def buckets(self) -> Iterator[Mapping[str, Tensor]]:
-        layout = [bucket["tensors"] for bucket in self._manifest["buckets"]]
+        layout = self._layout
         size = max(_buffer_size(entries) for entries in layout)
         buffers = [torch.empty(size, dtype=torch.uint8, device=self._group.device) for _ in range(2)]
 
@@ -306,7 +305,7 @@ class _Broadcasts:
             yield {entry["name"]: view_in(buffer, entry) for entry in entries}
 
     def digest(self) -> str:
-        return combine(part for entries, values in self._sent for part in _parts(entries, values.tolist()))
+        return _digest_of(self._layout, self._sent)
 
 
 def _buffer_size(entries: list[TensorEntry]) -> int:
@@ -319,9 +318,10 @@ def _digest_place(buffer: Tensor, entries: list[TensorEntry]) -> Tensor:
     return buffer[start : start + 8 * len(entries)].view(torch.int64)
 
 
-def _tail(buffer: Tensor, entries: list[TensorEntry]) -> tuple[list[TensorEntry], Tensor]:
-    return entries, _digest_place(buffer, entries).clone()
+def _tail(buffer: Tensor, entries: list[TensorEntry]) -> Tensor:
+    return _digest_place(buffer, entries).clone()
 
 
-def _parts(entries: list[TensorEntry], values: list[int]) -> list[tuple[str, str, Sequence[int], int]]:
-    return [(e["name"], e["dtype"], tuple(e["shape"]), value) for e, value in zip(entries, values, strict=True)]
+def _digest_of(layout: list[list[TensorEntry]], numbers: list[Tensor]) -> str:
+    ledger = Ledger((e["name"], e["dtype"], e["shape"]) for entries in layout for e in entries)
+    return ledger.digest(torch.cat(numbers))

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from verst.errors import SyncError
 from verst.weights import gpu_memory
-from verst.weights.digest import Digester, DigestKind
+from verst.weights.digest import Digester, DigestKind, Ledger
+from verst.weights.fill import Filler
 from verst.weights.manifest import Bucket, Manifest, TensorEntry, aligned, bucket_size, view_in
-from verst.weights.send import Outgoing, copy_all, gather
+from verst.weights.send import Outgoing
 from verst.weights.transports.base import Incoming
 
 
@@ -32,26 +33,29 @@ class CudaIpcSender:
         self._endpoint: dict[str, Any] = {}
         self._buckets: list[Bucket] = []
         self._layout: list[list[TensorEntry]] = []
-        self._views: list[list[Tensor]] = []
+        self._fillers: list[Filler] = []
+        self._names: list[str] = []
+        self._ledger: Ledger | None = None
         self._digester: Digester | None = None
+        """Of the buffer; None where its digest comes from filling it."""
 
     def publish(self, outgoing: Outgoing, *, receivers: int = 1) -> Manifest | None:
         del receivers
         layout = outgoing.layout(self._bucket_bytes)
         if self._rank == 0 and self._layout is not layout:
             self._stage(layout)
+        filled = []
         for index, entries in enumerate(layout):
-            names = [entry["name"] for entry in entries]
-            sources = gather([outgoing.tensors[n] for n in names], [outgoing.dtypes[n] for n in names])
+            sources = outgoing.sources(entries)
             if self._rank == 0:
-                copy_all(self._views[index], sources)
-                outgoing.check_filled(self._block(self._buckets[index]), entries, self._views[index])
+                filled.append(self._fillers[index].fill(sources, check=True))
         if self._rank:
             return None
-        assert self._digester is not None
-        digest = self._digester.digest()
-        # The engine reads on a stream of its own.
-        torch.cuda.current_stream(self._device).synchronize()
+        # One wait; after it the engine may read, on a stream of its own.
+        values = torch.stack([torch.cat([f.digests for f in filled]), torch.cat([f.broken for f in filled])]).cpu()
+        outgoing.refuse([self._names[index] for index in values[1].nonzero().flatten().tolist()])
+        assert self._ledger is not None
+        digest = self._ledger.digest(values[0]) if self._digester is None else self._digester.digest()
         return Manifest(
             version=outgoing.version,
             finetune=outgoing.finetune,
@@ -76,13 +80,15 @@ class CudaIpcSender:
             Bucket(handle=str(start), nbytes=size, tensors=entries)
             for start, size, entries in zip(starts, sizes, layout, strict=True)
         ]
-        # What an earlier layout left between the tensors of this one would be taken for theirs.
-        self._staging.zero_()
         self._layout = layout
-        self._views = [[view_in(self._block(bucket), e) for e in bucket["tensors"]] for bucket in self._buckets]
-        names = [entry["name"] for entries in layout for entry in entries]
-        views = [view for places in self._views for view in places]
-        self._digester = Digester(dict(zip(names, views, strict=True)), self._digest)
+        entries = [entry for bucket in layout for entry in bucket]
+        views = [[view_in(self._block(bucket), e) for e in bucket["tensors"]] for bucket in self._buckets]
+        self._fillers = [Filler(places) for places in views]
+        self._names = [entry["name"] for entry in entries]
+        self._ledger = Ledger((e["name"], e["dtype"], e["shape"]) for e in entries)
+        places = [place for of_bucket in views for place in of_bucket]
+        named = dict(zip(self._names, places, strict=True))
+        self._digester = Digester(named, self._digest) if self._digest == "sha256" else None
 
     def send(self) -> str | None:
         return None
@@ -91,7 +97,8 @@ class CudaIpcSender:
         """The buffer stays for the next publication."""
 
     def close(self) -> None:
-        self._layout, self._views, self._buckets, self._staging, self._digester = [], [], [], None, None
+        self._layout, self._buckets, self._fillers, self._names = [], [], [], []
+        self._staging = self._ledger = self._digester = None
 
 
 class _Staged:
