@@ -67,10 +67,12 @@ SETTINGS = {
 
 
 def write_model(folder: Path, *, small: bool, device: torch.device) -> None:
-    """A tiny SD3.5 whose transformer has the released size, but for the width of its text."""
+    """A tiny SD3.5 whose transformer has the released size, but for the width of its text, and latents of 16 channels."""
     build_tiny("sd3.5", folder)
     if small:
         return
+    autoencoder = json.loads((folder / "vae" / "config.json").read_text())
+    diffusers.AutoencoderKL.from_config({**autoencoder, "latent_channels": 16}).save_pretrained(folder / "vae")
     path = folder / "transformer"
     config = json.loads((path / "config.json").read_text())
     widths = {key: config[key] for key in ("joint_attention_dim", "pooled_projection_dim")}

@@ -30,7 +30,8 @@ from real_size import SD35_MEDIUM
 from torch import Tensor, nn
 
 from verst.trainer.parallel import open_store
-from verst.weights.digest import digest_of
+from verst.weights.digest import Ledger, digest_of
+from verst.weights.fill import Filler, copy_all
 from verst.weights.lora import LoraSpec, attach_lora, is_lora_parameter
 from verst.weights.manifest import verify
 from verst.weights.receive import WeightReceiver
@@ -296,13 +297,28 @@ class Results:
             self._path.write_text(json.dumps(self.data, indent=1) + "\n")
 
 
-def digest_cost(trainer: Trainer, repeats: int) -> dict[str, dict[str, Any]]:
-    """Of one side, alone: both sides make one, one after the other."""
+def certificate_cost(trainer: Trainer, repeats: int) -> dict[str, dict[str, Any]]:
+    """Of one side, alone: what digest and check for finite numbers add to a plain copy of the same tensors."""
     rows = {}
     for name, tensors in (("lora", trainer.pairs), ("full", trainer.full)):
-        row = timed(lambda tensors=tensors: digest_of(tensors), repeats, trainer.device)  # type: ignore[misc]
-        row["gigabytes_a_second"] = sum(t.numel() * t.element_size() for t in tensors.values()) / row["median_ms"] / 1e6
-        rows[name] = row
+        sources, places = list(tensors.values()), [torch.empty_like(t) for t in tensors.values()]
+        filler = Filler(places)
+        ledger = Ledger((key, str(t.dtype).removeprefix("torch."), t.shape) for key, t in tensors.items())
+
+        def copied(sources: list[Tensor] = sources, places: list[Tensor] = places) -> None:
+            copy_all(places, sources)
+
+        def certified(filler: Filler = filler, ledger: Ledger = ledger, sources: list[Tensor] = sources) -> None:
+            ledger.digest(filler.fill(sources, check=True).digests)
+
+        plain, whole = timed(copied, repeats, trainer.device), timed(certified, repeats, trainer.device)
+        again = timed(lambda tensors=tensors: digest_of(tensors), repeats, trainer.device)  # type: ignore[misc]
+        rows[name] = {
+            "copy_ms": plain["median_ms"],
+            "copy_digest_and_check_ms": whole["median_ms"],
+            "added_ms": whole["median_ms"] - plain["median_ms"],
+            "digest_by_a_pass_of_its_own_ms": again["median_ms"],
+        }
     return rows
 
 
@@ -329,7 +345,7 @@ def measure_gpu(results: Results, trainer: Trainer, repeats: int) -> None:
         row = timed(certified(ends, trainer, sender, lora=lora, form=form, measure=measure), repeats, device)
         results.add(name, row | measure)
         sender.close()
-    results.data["digest_of_one_side"] = digest_cost(trainer, repeats)
+    results.data["certificate_of_one_side"] = certificate_cost(trainer, repeats)
     ends.ask("fresh")
     results.add("baseline: merge and bucket ipc", timed(bucket_baseline(ends, trainer), repeats, device))
     few = max(3, repeats // 2)
@@ -386,7 +402,7 @@ def measure_cpu(results: Results, trainer: Trainer, repeats: int) -> None:
             )
             results.add(name, row | measure)
             sender.close()
-    results.data["digest_of_one_side"] = digest_cost(trainer, repeats)
+    results.data["certificate_of_one_side"] = certificate_cost(trainer, repeats)
     ends.ask("fresh")
     results.add("baseline: merge and buckets", timed(bucket_baseline(ends, trainer), repeats, trainer.device))
     ends.close()
