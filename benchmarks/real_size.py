@@ -44,6 +44,7 @@ from verst.flow.hooks import Stream, prepare_rollout
 from verst.flow.noise import SampleNoise
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.trainer.core import Trainer
+from verst.trainer.forward import Forward
 from verst.trainer.parallel import join_mesh, leave_mesh, open_store, shard
 from verst.trainer.policies import TrainerPolicies
 from verst.trainer.recompute import recompute_blocks
@@ -397,14 +398,12 @@ def train_step(case: Case, module: nn.Module, microgroup: Microgroup, options: O
 
 def policies_of(case: Case, module: nn.Module, core: Trainer, recipe: RlRecipe) -> TrainerPolicies:
     return TrainerPolicies(
-        family=case.family,
+        forward=Forward.of(recipe.sampling, case.family, torch.bfloat16),
         live=module,
         named=core.named,
         reference=None,
         old="none",
         transition=make_transition(recipe.sampling.transition.type, recipe.sampling.transition.eta),
-        guidance_scale=recipe.sampling.guidance_scale,
-        dtype=torch.bfloat16,
     )
 
 

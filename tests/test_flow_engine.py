@@ -22,6 +22,7 @@ from verst.engine.worker import Worker
 from verst.errors import EngineError, InvariantError, RequestError
 from verst.flow.controller import make_transition
 from verst.flow.noise import SampleNoise
+from verst.trainer.forward import Forward
 from verst.trainer.policies import step_distribution
 from verst.types import Latents
 
@@ -56,15 +57,14 @@ def test_the_trainer_replays_the_joint_state_exactly(name: str) -> None:
     microgroup = generate(worker, request_of(name, rollout_sde_step_indices=(0, 2), **ROLLOUT))
     assert list(microgroup.samples[0].streams) == ["visual", "audio"]
     block = pair_block(microgroup, advantages=[1.0], mask=[True])
-    sampling: dict[str, Any] = {"guidance_scale": microgroup.echo["guidance_scale"], "dtype": torch.float32}
+    forward = Forward(family=worker.family, guidance_scale=microgroup.echo["guidance_scale"], dtype=torch.float32)
     for tile in tiles_of([block], tile_size=1, device=CPU):
         with torch.no_grad():
             steps = step_distribution(
                 worker.components.transformer,
                 tile,
-                family=worker.family,
+                forward=forward,
                 transition=make_transition("sde", 0.7),
-                **sampling,
             )
         log_probs = joint_log_prob(steps, tile)
         assert list(log_probs) == ["visual", "audio"]
@@ -197,10 +197,8 @@ def test_a_branch_is_one_path_until_its_step_and_computed_once(folder: Path) -> 
             steps = step_distribution(
                 worker.components.transformer,
                 tile,
-                family=worker.family,
+                forward=Forward(family=worker.family, guidance_scale=1.0, dtype=torch.float32),
                 transition=make_transition("sde", 0.7),
-                guidance_scale=1.0,
-                dtype=torch.float32,
             )
         log_probs = joint_log_prob(steps, tile, reduction=reduction)["visual"]
         assert torch.equal(log_probs, torch.stack([s.streams["visual"].log_probs[2] for s in again.samples]))

@@ -71,6 +71,7 @@ class EngineActor(Process):
             recipe.model.path,
             dtype=DTYPES[recipe.model.dtype],
             fp32_modules=recipe.model.fp32_modules,
+            compiled=recipe.model.compile,
             device=self._device,
             host=engine.host or node,
             port=engine.port + self._index if engine.port else 0,

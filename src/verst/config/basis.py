@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+CompileBackend = Literal["off", "inductor", "aot_eager"]
 DType = Literal["float32", "bfloat16", "float16"]
 # Strict: TOML has types, so `true` is no number, and neither is "7".
 Number = Annotated[float, Field(strict=True)]

@@ -83,6 +83,7 @@ class RlRecipe(s.Section):
             per_engine=self.engine.parallel.ranks,
             tensor=self.trainer.parallel.tensor,
         )
+        check_compiled(self.model, self.trainer.parallel, per_engine=self.engine.parallel.ranks)
         self.cluster.sleep.check(
             self.cluster.placement.type, staleness=self.schedule.staleness, finetune=self.model.finetune.type
         )
@@ -215,6 +216,22 @@ class RlRecipe(s.Section):
 
 
 Recipe = RlRecipe | SftRecipe
+
+
+def check_compiled(model: s.ModelConfig, parallel: s.ParallelConfig, *, per_engine: int) -> None:
+    """Exchanges of tokens or parts of layers inside of a block are no part of what is compiled."""
+    inside = {
+        "trainer.parallel.ulysses": parallel.ulysses,
+        "trainer.parallel.ring": parallel.ring,
+        "trainer.parallel.tensor": parallel.tensor,
+        "engine.parallel": per_engine,
+    }
+    cut = [f"{key} = {degree}" for key, degree in inside.items() if degree > 1]
+    if model.compile != "off" and cut:
+        raise ConfigError(
+            f"model.compile = {model.compile} with {', '.join(cut)}: blocks that exchange tokens between ranks are not compiled; "
+            "use off, or FSDP2 alone (trainer.parallel with 1 for each of these)"
+        )
 
 
 def gold_names(recipe: RlRecipe) -> list[str]:

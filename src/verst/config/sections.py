@@ -23,6 +23,7 @@ from verst.config.algorithms import NftConfig as NftConfig
 from verst.config.algorithms import OnlineSftConfig as OnlineSftConfig
 from verst.config.algorithms import PythonAlgorithm as PythonAlgorithm
 from verst.config.algorithms import StreamWeights as StreamWeights
+from verst.config.basis import CompileBackend as CompileBackend
 from verst.config.basis import DType as DType
 from verst.config.basis import (
     Flag,
@@ -150,6 +151,8 @@ class ModelConfig(Section):
     """Compute dtype of the transformer, in engine and trainer alike."""
     fp32_modules: tuple[str, ...] = ()
     """Modules of the transformer, by the last part of their names, to compute in float32 as well when dtype is a smaller one; the family's own always are (docs/precision.md)."""
+    compile: CompileBackend = "off"
+    """torch.compile for the repeated blocks of the transformer, in engine and trainer alike. inductor: generated kernels, faster on a GPU after half a minute for each new shape; on a CPU it needs a C++ compiler. aot_eager: the same graphs by torch's own kernels, which tells whether a fault is Inductor's."""
     max_sequence_length: PositiveInt = 128
     """Tokens of the long text encoder (T5 in SD3)."""
     long_prompts: Literal["refuse", "truncate"] = "refuse"
@@ -188,6 +191,8 @@ class SamplingConfig(Section):
     """Denoising steps T."""
     guidance_scale: NonNegativeFloat = 1.0
     """Classifier-free guidance; at most 1 = off, one forward a step."""
+    guidance_gradient: Literal["both", "conditional"] = "both"
+    """Through which side of the guided velocity gradients flow. conditional: the unconditional side is computed without, as flow_grpo does: another estimator, less memory and time; each side is then a forward of its own, in engine and trainer alike."""
     negative_prompt: str = ""
     """Only read with guidance."""
     sigma_shift: PositiveFloat | None = None

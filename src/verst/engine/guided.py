@@ -1,9 +1,10 @@
-"""The velocity of a batch with both sides of its guidance."""
+"""The guided velocity of one batch, by the family's one forward."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from verst.engine.resolve import Resolved
@@ -26,14 +27,31 @@ class Guidance:
 
 
 def guided_velocity(
-    components: Components, x: Latents, sigmas: dict[str, Tensor], conditioning: Conditioning, guidance: Guidance
+    components: Components,
+    x: Latents,
+    sigmas: dict[str, Tensor],
+    conditioning: Conditioning,
+    guidance: Guidance,
+    *,
+    as_trained: bool = False,
 ) -> Latents:
-    """stream -> [B, ...] fp32, by the family's one forward."""
+    """stream -> [B, ...] fp32, by the family's one forward.
+
+    as_trained: as a trainer's forward, which keeps what its backward needs; compiled blocks then are the same programs.
+    """
     family = components.family
 
     def forward(rows: Conditioning, scale: float) -> Latents:
         return family.velocity(components.transformer, x, sigmas, rows, guidance_scale=scale)
 
-    if guidance.two_passes:
-        return in_two_passes(lambda rows: forward(rows, family.unguided_scale), conditioning, guidance.scale)
-    return forward(conditioning, guidance.scale)
+    with torch.set_grad_enabled(as_trained):
+        if guidance.two_passes:
+            v = in_two_passes(
+                lambda rows: forward(rows, family.unguided_scale),
+                conditioning,
+                guidance.scale,
+                negative_gradient=False,
+            )
+        else:
+            v = forward(conditioning, guidance.scale)
+    return {name: value.detach() for name, value in v.items()}

@@ -17,6 +17,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 import verst
+from verst.config.basis import CompileBackend
 from verst.engine.app import create_app
 from verst.engine.batching import Batcher
 from verst.engine.blocks import BlockPool, supported
@@ -42,6 +43,7 @@ class EngineServer:
         *,
         dtype: torch.dtype = torch.float32,
         fp32_modules: Sequence[str] = (),
+        compiled: CompileBackend = "off",
         device: torch.device | str = "cpu",
         host: str = "127.0.0.1",
         port: int = 0,
@@ -67,6 +69,7 @@ class EngineServer:
         self._token = token
         self._folder, self._dtype, self._device = folder, dtype, torch.device(device)
         self._fp32_modules = fp32_modules
+        self._compiled = compiled
         self._host, self._port = host, port
         self._deterministic, self._threads = deterministic, threads
         self._prompt_cache_bytes = prompt_cache_bytes
@@ -200,6 +203,8 @@ class EngineServer:
             "dtype": self._dtype,
             "device": self._device,
             "fp32_modules": self._fp32_modules,
+            "compiled": self._compiled,
+            "as_trained": self._deterministic,
             "prompt_cache_bytes": self._prompt_cache_bytes,
         }
         if self._meeting is None:

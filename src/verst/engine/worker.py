@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verst.config.basis import CompileBackend
 from verst.engine import module_weights
 from verst.engine.guided import Guidance, guided_velocity
 from verst.engine.prefix import distinct_rows
@@ -23,6 +24,7 @@ from verst.engine.sleep import Keep, Sleep
 from verst.errors import EngineError, InvariantError, RequestError, SyncError
 from verst.families import ALL_PARTS, Components, recognise
 from verst.families.base import HasSound
+from verst.families.compiled import asks_for_gradients, compile_blocks
 from verst.flow.controller import join_transitions
 from verst.flow.denoise import denoise
 from verst.flow.hooks import Rollout, Stream, prepare_rollout
@@ -30,6 +32,7 @@ from verst.flow.noise import SampleNoise
 from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.types import Conditioning, Latents, join_rows
 from verst.weights.loan import Borrower, Loan
+from verst.weights.lora import adaptable, is_lora_parameter
 from verst.weights.manifest import Certificate, Manifest
 from verst.weights.receive import WeightReceiver
 
@@ -66,9 +69,12 @@ class Worker:
         fp32_modules: Sequence[str] = (),
         prompt_cache_bytes: int = 256 * 2**20,
         loan: Loan | None = None,
+        compiled: CompileBackend = "off",
+        as_trained: bool = True,
     ) -> None:
         """fp32_modules: beside the family's own. loan: the transformer's frozen weights are a trainer's, and only its
-        LoRA is held here.
+        LoRA is held here. compiled: the transformer's blocks, as a trainer compiles them; as_trained: and as they run
+        there, for the same bits, which costs some of the speed.
 
         Raises ModelError for a folder that cannot be loaded, SyncError for a loan that cannot be had.
         """
@@ -76,6 +82,9 @@ class Worker:
         self.device = torch.device(device)
         self.borrowed = None if loan is None else Borrower(loan, device=self.device)
         self.components = self._load(folder, dtype)
+        self._as_trained = compiled != "off" and as_trained
+        for model in adaptable(self.components.transformer):
+            compile_blocks(model, self.family.fsdp_blocks, backend=compiled, cut=self._as_trained)
         self.prompt_cache = PromptCache(max_bytes=prompt_cache_bytes)
         self.receiver = WeightReceiver(
             self.components.transformer, device=self.device, base_is_borrowed=loan is not None
@@ -192,7 +201,7 @@ class Worker:
     ) -> Latents:
         """rows: of the batch's conditioning that `x` and `sigmas` are; None = all."""
         chosen = conditioning if rows is None else conditioning.rows(rows)
-        return guided_velocity(self.components, x, sigmas, chosen, guidance)
+        return guided_velocity(self.components, x, sigmas, chosen, guidance, as_trained=self._as_trained)
 
     def _check_streams(self, schedulers: Schedulers, shapes: Mapping[str, tuple[int, ...]]) -> None:
         if tuple(schedulers) != tuple(shapes) or not set(shapes) <= set(self.family.streams):
@@ -295,6 +304,9 @@ class Worker:
         """
         self._refuse_asleep()
         certificate = self.receiver.apply(manifest)
+        if self._as_trained:
+            full = manifest["finetune"]["type"] == "full"
+            asks_for_gradients(self.components.transformer, lambda name: full or is_lora_parameter(name))
         self.weight_version = certificate["version"]
         return certificate
 

@@ -34,7 +34,9 @@ async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool
     if recipe.run.deterministic:
         make_deterministic(torch.device(device))
     model = recipe.model
-    worker = Worker(model.path, dtype=DTYPES[model.dtype], fp32_modules=model.fp32_modules, device=device)
+    worker = Worker(
+        model.path, dtype=DTYPES[model.dtype], fp32_modules=model.fp32_modules, device=device, compiled=model.compile
+    )
     if checkpoint is not None:
         load_trained(worker.components.transformer, recipe, checkpoint, ema=ema)
     heldout = read_prompts(recipe.prompts.heldout)[: recipe.eval.num_prompts]

@@ -36,6 +36,7 @@ from verst.rollout.plan import MicrogroupTask, plan_group
 from verst.rollout.prompts import PromptSource
 from verst.trainer.checkpoint import read_state
 from verst.trainer.export import find_checkpoint
+from verst.trainer.forward import Forward
 from verst.trainer.policies import step_distribution
 from verst.trainer.rl import DTYPES, RlTrainer
 from verst.types import Microgroup
@@ -117,7 +118,9 @@ def explain_ratio(
     if recipe.run.deterministic:
         make_deterministic(device)
     model = recipe.model
-    worker = Worker(model.path, dtype=DTYPES[model.dtype], fp32_modules=model.fp32_modules, device=device)
+    worker = Worker(
+        model.path, dtype=DTYPES[model.dtype], fp32_modules=model.fp32_modules, device=device, compiled=model.compile
+    )
     with one_rank(recipe, device=device) as trainer:
         if checkpoint is not None:
             trainer.load(checkpoint)
@@ -210,10 +213,8 @@ def _explain_step(
         distributions = step_distribution(
             trainer.transformer,
             tile,
-            family=trainer.family,
+            forward=Forward.of(config, trainer.family, DTYPES[recipe.model.dtype]),
             transition=make_transition(config.transition.type, config.transition.eta),
-            guidance_scale=config.guidance_scale,
-            dtype=DTYPES[recipe.model.dtype],
         )
     place = row - rows.start
     new = sum(

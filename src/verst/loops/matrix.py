@@ -97,7 +97,7 @@ def run_cell(name: str, algorithm: str, finetune: str, *, folder: Path) -> Cell:
 def run_recipe(recipe: RlRecipe, *, name: str, algorithm: str) -> Cell:
     """The same of any small recipe; `sft` takes a step of its own on the samples' media."""
     started = time.perf_counter()
-    worker = Worker(recipe.model.path)
+    worker = Worker(recipe.model.path, compiled=recipe.model.compile)
     with one_rank(recipe) as trainer:
         sync_in_process(trainer, worker, version=0)
         groups = sample_groups(recipe, worker)

@@ -22,6 +22,7 @@ from verst.families.skeleton import Skeletons
 from verst.rollout.prompts import read_prompts
 from verst.trainer.estimate import WORKSPACE, Copies, HeldGradient, Item, Sizes, trainer_items
 from verst.trainer.footprint import inputs_of, trace_forward, trace_tile
+from verst.trainer.forward import Forward
 from verst.trainer.recompute import recompute_blocks
 from verst.trainer.rl import DTYPES, lora_spec
 from verst.types import Conditioning, Geometry, Latents
@@ -120,15 +121,8 @@ class _Planner:
     def _velocity(self, rows: int) -> functools.partial[Latents]:
         shapes = self._family.latent_shapes(self._components, self._geometry)
         x, sigmas, conditioning = inputs_of(shapes, rows=rows, conditioning=self._conditioning)
-        return functools.partial(
-            self._family.velocity,
-            self._components.transformer,
-            x,
-            sigmas,
-            conditioning,
-            guidance_scale=self._recipe.sampling.guidance_scale,
-            dtype=self._dtype,
-        )
+        forward = Forward.of(self._recipe.sampling, self._family, self._dtype)
+        return functools.partial(forward, self._components.transformer, x, sigmas, conditioning)
 
     def _trainer(self) -> list[Item]:
         recipe, module = self._recipe, self._components.transformer

@@ -12,6 +12,7 @@ from verst.config.sections import LoraFinetune
 from verst.config.supervised import SftRecipe
 from verst.errors import ConfigError
 from verst.families import ALL_PARTS, Components, recognise
+from verst.families.compiled import compile_blocks
 from verst.families.tiny import build_glyphs
 from verst.loops.forward import DTYPES, keep_islands_in_fp32
 from verst.trainer.recompute import recompute_blocks
@@ -74,8 +75,10 @@ def trained_modules(components: Components, recipe: SftRecipe) -> Mapping[str, n
     return trained
 
 
-def recompute_transformer(components: Components, recipe: SftRecipe) -> None:
-    """What trainer.activation_checkpointing asks for."""
+def arrange_blocks(components: Components, recipe: SftRecipe) -> None:
+    """What model.compile and trainer.activation_checkpointing ask for."""
+    for model in adaptable(components.transformer):
+        compile_blocks(model, components.family.fsdp_blocks, backend=recipe.model.compile)
     every = recipe.trainer.recompute_every
     if every is not None:
         for model in adaptable(components.transformer):

@@ -26,7 +26,7 @@ from verst.loops.run_folder import RunFolder
 from verst.loops.sampling import Evaluation, HeldOut
 from verst.loops.sft_data import Batch
 from verst.loops.sft_loss import LOSSES
-from verst.loops.sft_model import load_model, pick_device, recompute_transformer, trained_modules
+from verst.loops.sft_model import arrange_blocks, load_model, pick_device, trained_modules
 from verst.loops.sft_source import check_prompts, open_source, read_captions, read_heldout, refuse_shared
 from verst.obs.metrics import MetricsLog
 from verst.trainer import checkpoint
@@ -67,7 +67,7 @@ class SftRun:
         self.trainer = Trainer(trained, recipe.trainer, total_steps=recipe.run.iterations, scaler=scaler)
         self.loss = LOSSES[type(recipe.algorithm)](recipe, self.components, self.trainer)
         # After the frozen copy is made, which has no backward.
-        recompute_transformer(self.components, recipe)
+        arrange_blocks(self.components, recipe)
         self._heldout_loss = self.source.heldout_loss()
         self.pipeline = folder.path / "pipeline"
         """Where the result goes."""

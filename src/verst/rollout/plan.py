@@ -201,7 +201,9 @@ def _evaluation_batches(prompts: Sequence[Prompt], *, size: int) -> list[list[in
 
 
 def _common(recipe: RlRecipe, sampling: s.SamplingConfig, seeds: Sequence[int]) -> dict[str, Any]:
+    passes = {"guidance_passes": "two"} if sampling.guidance_gradient == "conditional" else {}
     return {
+        **passes,
         "negative_prompt": sampling.negative_prompt,
         "seeds": tuple(seeds),
         "generator_device": "cpu",

@@ -12,10 +12,10 @@ from torch import nn
 from verst.algorithms.base import Role
 from verst.algorithms.pairs import Tile
 from verst.config import sections as s
-from verst.families.base import Family
 from verst.flow import transitions
 from verst.flow.transitions import StepDistribution, Transition
 from verst.trainer.core import Ema
+from verst.trainer.forward import Forward
 from verst.types import Latents
 from verst.weights.lora import adaptable
 
@@ -26,15 +26,11 @@ def step_distribution(
     transformer: nn.Module,
     tile: Tile,
     *,
-    family: Family,
+    forward: Forward,
     transition: Transition,
-    guidance_scale: float,
-    dtype: torch.dtype,
 ) -> dict[str, StepDistribution]:
     """stream -> distribution of the next latent of each pair: the engine's own step, with gradients."""
-    velocity = family.velocity(
-        transformer, tile.latents, tile.sigmas, tile.conditioning, guidance_scale=guidance_scale, dtype=dtype
-    )
+    velocity = forward(transformer, tile.latents, tile.sigmas, tile.conditioning)
     return distribution_of(velocity, tile, transition)
 
 
@@ -63,24 +59,20 @@ class TrainerPolicies:
     def __init__(
         self,
         *,
-        family: Family,
+        forward: Forward,
         live: nn.Module,
         named: Mapping[str, nn.Parameter],
         reference: ReferencePolicy | None,
         old: Ema | Literal["none", "start"],
         transition: Transition,
-        guidance_scale: float,
-        dtype: torch.dtype,
     ) -> None:
-        """reference: None without one. dtype: of the forward."""
-        self._family = family
+        """reference: None without one."""
+        self._velocity = forward
         self._module = live
         self._named = named
         self._reference = reference
         self._old = old
         self._transition = transition
-        self._guidance_scale = guidance_scale
-        self._dtype = dtype
         self._tile: Tile | None = None
         self._now: dict[Role, Latents] = {}
         self._kept: dict[tuple[Role, int], Latents] = {}
@@ -143,14 +135,7 @@ class TrainerPolicies:
             self._kept[role, id(tile)] = {name: value.cpu() for name, value in velocity.items()}
 
     def _forward(self, module: nn.Module, tile: Tile) -> Latents:
-        return self._family.velocity(
-            module,
-            tile.latents,
-            tile.sigmas,
-            tile.conditioning,
-            guidance_scale=self._guidance_scale,
-            dtype=self._dtype,
-        )
+        return self._velocity(module, tile.latents, tile.sigmas, tile.conditioning)
 
 
 class ReferencePolicy:

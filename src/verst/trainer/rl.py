@@ -20,6 +20,7 @@ from verst.config import sections as s
 from verst.config.recipe import RlRecipe
 from verst.errors import ConfigError
 from verst.families import recognise
+from verst.families.compiled import compile_blocks
 from verst.families.islands import is_island
 from verst.families.loading import read_config
 from verst.families.sequence import SplitsSequence, check_degrees, split_sequence
@@ -29,6 +30,7 @@ from verst.flow.determinism import make_deterministic
 from verst.flow.noise import derive_seed
 from verst.trainer import checkpoint
 from verst.trainer.core import Ema, StepMetrics, TileLoss, Trainer
+from verst.trainer.forward import Forward
 from verst.trainer.parallel import Layout, join_mesh, leave_mesh, shard
 from verst.trainer.policies import ReferencePolicy, TrainerPolicies
 from verst.trainer.publishing import FORMS, SENDERS, Rank
@@ -70,6 +72,7 @@ class RlTrainer:
         if recipe.run.deterministic:
             make_deterministic(device)
         self.family = recognise(recipe.model.path, fp32_modules=recipe.model.fp32_modules)
+        self._forward = Forward.of(recipe.sampling, self.family, self._dtype)
         absent = sorted(set(recipe.algorithm.stream_weights) - set(self.family.streams))
         if absent:
             raise ConfigError(
@@ -155,14 +158,12 @@ class RlTrainer:
         """The policy that samples, where it is not the live one."""
         self._rollouts = torch.zeros((), dtype=torch.int64)
         self._policies = TrainerPolicies(
-            family=self.family,
+            forward=self._forward,
             live=self.transformer,
             named=self.core.named,
             reference=reference,
             old=old,
             transition=make_transition(recipe.sampling.transition.type, recipe.sampling.transition.eta),
-            guidance_scale=recipe.sampling.guidance_scale,
-            dtype=self._dtype,
         )
 
     def _distribute(
@@ -186,6 +187,7 @@ class RlTrainer:
                 parts |= {
                     f"transformer.{name}" for name in split_tensors(model, self.family.tensor_plan, layout.tensor)
                 }
+            compile_blocks(model, self.family.fsdp_blocks, backend=self._recipe.model.compile)
             if recompute_every is not None:
                 recompute_blocks(model, self.family.fsdp_blocks, every=recompute_every, split=split)
         shard(
