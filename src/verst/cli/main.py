@@ -1,4 +1,4 @@
-"""`verst`: train, plan, replay, explain-ratio, eval, generate, serve, router, export, dashboard, tiny."""
+"""`verst`: train, plan, replay, explain-ratio, trace, eval, generate, serve, router, export, dashboard, tiny."""
 
 from __future__ import annotations
 
@@ -121,6 +121,17 @@ def explain_ratio(
     from verst.cli import explain as command
 
     command.run(run, iteration, sample)
+
+
+@app.command()
+def trace(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    out: Annotated[Path | None, typer.Option(help="File to write; unset = trace.json in the run folder.")] = None,
+) -> None:
+    """Write a run's spans as a trace that ui.perfetto.dev shows: engines, parsers, reward workers, trainer, driver."""
+    from verst.cli import timing as command
+
+    command.trace(run, out)
 
 
 @app.command()
