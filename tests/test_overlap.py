@@ -7,13 +7,12 @@ import asyncio
 import collections
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_fixtures import VirtualLoop, on_virtual_time
+from loop_fixtures import VirtualLoop, calls_in, on_virtual_time
 from run_fixtures import recipe_with
 from test_pipeline import microgroup_of
 
@@ -199,20 +198,9 @@ async def test_engines_are_never_idle_and_never_hold_more_than_they_may(tmp_path
 
 
 def work_of(make: Callable[[], Coroutine[Any, Any, Any]]) -> int:
-    """Function calls, Python's and C's, that running it takes: a measure of work that no other process disturbs."""
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
+    """Function calls that it takes on a virtual clock."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        sys.setprofile(count)
-        try:
-            runner.run(make())
-        finally:
-            sys.setprofile(None)
-    return calls
+        return calls_in(lambda: runner.run(make()))
 
 
 @pytest.mark.parametrize("in_order", [True, False])

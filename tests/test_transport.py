@@ -8,6 +8,7 @@ import itertools
 import json
 import multiprocessing as mp
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ import torch
 from engine_fixtures import folder, keys, request  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_fixtures import on_a_loop
+from loop_fixtures import calls_in, on_a_loop
 
 from verst.engine import blocks
 from verst.engine.blocks import BlockHandle, BlockPool, TensorHandle, handle_of, open_block, open_tensor
@@ -125,6 +126,43 @@ def test_a_block_is_used_again_when_the_last_view_of_it_is_gone() -> None:
     assert len(pool._blocks) == 2  # the first one again
     del other, third
     assert (pool.num_held, blocks._mapped) == (0, {})
+
+
+def test_the_work_for_an_answer_is_the_same_however_many_are_held() -> None:
+    pool = BlockPool(2**30)
+    held = [shared(pool, samples()) for _ in range(60)]
+
+    def one() -> None:
+        held.append(shared(pool, samples()))
+        assert handle_of(decode_response(held[-1])[0]["tensors"][0]) is not None
+
+    one()
+    few = calls_in(one)
+    held += [shared(pool, samples()) for _ in range(240)]
+    assert calls_in(one) <= 1.05 * few
+    held.clear()
+    assert (pool.num_held, blocks._mapped, blocks._starts) == (0, {}, [])
+    for _ in range(40):  # what is free again is found, a few looks at a time
+        shared(pool, samples())
+    assert len(pool._blocks) == 303
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_without_a_further_open_file_an_answer_is_sent(left: int) -> None:
+    pool = BlockPool(2**22)
+    kept = shared(pool, samples())
+    before = set(os.listdir("/proc/self/fd"))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [os.open(os.devnull, os.O_RDONLY) for _ in range(left + 1)]
+    for fd in free:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], limits[1]))
+    try:
+        assert share_response(samples(), pool) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert same(decode_response(kept), samples())
 
 
 def test_the_bound_holds_and_what_finds_no_room_is_sent() -> None:

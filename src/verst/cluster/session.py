@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import sys
 
 import ray
@@ -12,9 +13,12 @@ from verst.config.plan import process_plan
 from verst.config.recipe import RlRecipe
 from verst.errors import ConfigError
 
+_OPEN_FILES = 2**18
+
 
 def connect(recipe: RlRecipe) -> None:
     """Start a local Ray, or attach to `cluster.address`. Raises ConfigError where a local one has too few CPUs."""
+    _allow_open_files()
     config = recipe.cluster
     environment = _environment(recipe)
     if config.address is not None:
@@ -37,6 +41,14 @@ def connect(recipe: RlRecipe) -> None:
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
+
+
+def _allow_open_files() -> None:
+    """As many as the system lets this process and its children have: every answer that is held is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _environment(recipe: RlRecipe) -> dict[str, str]:

@@ -13,6 +13,8 @@ An opener locks first and compares the generation then, so that it can never rea
 
 from __future__ import annotations
 
+import bisect
+import errno
 import fcntl
 import math
 import mmap
@@ -22,6 +24,7 @@ import threading
 import time
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -40,6 +43,8 @@ _HEADER = struct.Struct("<8s16sQQ")
 _MAGIC = b"verst-bl"
 _OPENED_AT = _HEADER.size - 8
 _GRAIN = 64 * 2**10
+_LOOKS = 32
+"""Granted blocks that are looked at for one that is free again."""
 
 
 class BlockHandle(NamedTuple):
@@ -141,80 +146,99 @@ class BlockPool:
         self._clock = clock
         self._lock = threading.Lock()
         self._blocks: list[Block] = []
-        self._writing: set[Block] = set()
+        self._free: list[Block] = []
+        """Ours alone, and not being written."""
+        self._granted: deque[Block] = deque()
+        """Those that were not looked at for longest come first."""
+        self.num_bytes = 0
+        """Of all blocks."""
         self.num_refused = 0
         """Times that there was no room."""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(block.capacity for block in self._blocks)
 
     @property
     def num_held(self) -> int:
         """Blocks that are being written or read."""
         with self._lock:
-            self._reclaim()
-            return len(self._blocks) - len(self._free())
+            for _ in range(len(self._granted)):
+                self._look()
+            return len(self._blocks) - len(self._free)
 
     def take(self, nbytes: int) -> Block | None:
-        """A block of at least `nbytes` to write into; None where the bound leaves no room. `grant` or `put_back` it."""
+        """A block of at least `nbytes` to write into; None where the bound leaves no room. `grant` or `put_back` it.
+
+        Looks at a few granted blocks whether they are free again, however many there are: all get their turn.
+        """
         with self._lock:
-            self._reclaim()
-            block = self._fitting(nbytes, most=2 * nbytes) or self._new(nbytes) or self._fitting(nbytes)
+            block = self._fitting(nbytes, most=2 * nbytes)
+            for _ in range(min(_LOOKS, len(self._granted))):
+                if block is not None:
+                    break
+                self._look()
+                block = self._fitting(nbytes, most=2 * nbytes)
+            block = block or self._new(nbytes) or self._fitting(nbytes)
             if block is None:
                 self.num_refused += 1
                 return None
-            self._writing.add(block)
+            self._free.remove(block)
             block.begin()
             return block
 
     def grant(self, block: Block, nbytes: int) -> BlockHandle:
         """The block is written and may be opened."""
         with self._lock:
-            self._writing.remove(block)
+            self._granted.append(block)
             return block.grant(nbytes, self._clock())
 
     def put_back(self, block: Block) -> None:
         """Nobody was told of the block, or nobody shall open it any more."""
         with self._lock:
-            self._writing.discard(block)
-            if block.granted_at is not None:
-                block.take_back(unopened=True)
+            if block.granted_at is None:
+                self._free.append(block)
+            elif block.take_back(unopened=True):
+                self._granted.remove(block)
+                self._free.append(block)
 
     def close(self) -> None:
         """Holders keep what they have opened."""
         with self._lock:
             for block in self._blocks:
                 block.close()
-            self._blocks = []
+            self._blocks, self._free = [], []
+            self._granted.clear()
+            self.num_bytes = 0
 
-    def _free(self) -> list[Block]:
-        return [block for block in self._blocks if block.granted_at is None and block not in self._writing]
-
-    def _reclaim(self) -> None:
-        now = self._clock()
-        for block in self._blocks:
-            if block.granted_at is not None:
-                block.take_back(unopened=now - block.granted_at > self._unclaimed_s)
+    def _look(self) -> None:
+        """At the next of the granted blocks: is it free?"""
+        block = self._granted.popleft()
+        assert block.granted_at is not None
+        unclaimed = self._clock() - block.granted_at > self._unclaimed_s
+        (self._free if block.take_back(unopened=unclaimed) else self._granted).append(block)
 
     def _fitting(self, nbytes: int, *, most: int | None = None) -> Block | None:
         """The smallest free one."""
         top = math.inf if most is None else max(most, _GRAIN)
-        fitting = [block for block in self._free() if nbytes <= block.capacity <= top]
+        fitting = [block for block in self._free if nbytes <= block.capacity <= top]
         return min(fitting, key=lambda block: block.capacity, default=None)
 
     def _new(self, nbytes: int) -> Block | None:
-        """Free blocks of other sizes make room for it."""
+        """Free blocks of other sizes make room for it. None too where the process may have no more files open."""
         capacity = _rounded(nbytes)
-        free = self._free()
-        if self.num_bytes - sum(block.capacity for block in free) + capacity > self._max_bytes:
+        if self.num_bytes - sum(block.capacity for block in self._free) + capacity > self._max_bytes:
             return None
         while self.num_bytes + capacity > self._max_bytes:
-            oldest = free.pop(0)
+            oldest = self._free.pop(0)
             self._blocks.remove(oldest)
+            self.num_bytes -= oldest.capacity
             oldest.close()
-        block = Block(capacity, self._device)
+        try:
+            block = Block(capacity, self._device)
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            return None
         self._blocks.append(block)
+        self._free.append(block)
+        self.num_bytes += capacity
         return block
 
 
@@ -228,7 +252,10 @@ class _Mapped:
 
 _mapped: dict[tuple[str, int], _Mapped] = {}
 """What this process holds now, by block and generation; an entry goes with its mapping."""
-_mapping = threading.Lock()
+_starts: list[tuple[int, tuple[str, int]]] = []
+"""(address of the data, key) of the same, by address."""
+_mapping = threading.RLock()
+# Held again where a mapping ends, and its entry with it, while another is made.
 
 
 def open_block(handle: BlockHandle) -> Tensor:
@@ -246,11 +273,13 @@ def handle_of(tensor: Tensor) -> TensorHandle | None:
         return None
     start, size = tensor.data_ptr(), tensor.element_size()
     last = start + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) * size + size
-    for entry in list(_mapped.values()):
-        if entry.start <= start and last <= entry.start + entry.handle.nbytes:
-            offset, dtype = start - entry.start, str(tensor.dtype).removeprefix("torch.")
-            return TensorHandle(entry.handle, offset, tuple(tensor.shape), tuple(tensor.stride()), dtype)
-    return None
+    with _mapping:
+        place = bisect.bisect(_starts, start, key=lambda found: found[0]) - 1
+        entry = _mapped.get(_starts[place][1]) if place >= 0 else None
+    if entry is None or last > entry.start + entry.handle.nbytes:
+        return None
+    offset, dtype = start - entry.start, str(tensor.dtype).removeprefix("torch.")
+    return TensorHandle(entry.handle, offset, tuple(tensor.shape), tuple(tensor.stride()), dtype)
 
 
 def open_tensor(handle: TensorHandle) -> Tensor:
@@ -270,13 +299,18 @@ def _memory_of(handle: BlockHandle) -> mmap.mmap:
         if memory is None:
             memory = _map(handle)
             start = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() + HEADER_BYTES
-            _mapped[key] = _Mapped(handle, start, weakref.ref(memory, lambda ref: _forget(key, ref)))
+            _mapped[key] = _Mapped(handle, start, weakref.ref(memory, lambda ref: _forget(key, start, ref)))
+            bisect.insort(_starts, (start, key))
     return memory
 
 
-def _forget(key: tuple[str, int], memory: weakref.ref[mmap.mmap]) -> None:
-    if key in _mapped and _mapped[key].memory is memory:
-        del _mapped[key]
+def _forget(key: tuple[str, int], start: int, memory: weakref.ref[mmap.mmap]) -> None:
+    with _mapping:
+        if key in _mapped and _mapped[key].memory is memory:
+            del _mapped[key]
+        place = bisect.bisect_left(_starts, (start, key))
+        if place < len(_starts) and _starts[place] == (start, key):
+            del _starts[place]
 
 
 def _map(handle: BlockHandle) -> mmap.mmap:
@@ -284,10 +318,7 @@ def _map(handle: BlockHandle) -> mmap.mmap:
     try:
         fd = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise EngineError(
-            f"{gone} cannot be opened ({error.strerror}): its engine has ended, or is not of this host, user and process "
-            'namespace; rollout.transport = "msgpack" needs none of these'
-        ) from error
+        raise _unopened(gone, error) from error
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -302,10 +333,23 @@ def _map(handle: BlockHandle) -> mmap.mmap:
             raise EngineError(f"{gone} is of another answer by now")
         os.pwrite(fd, struct.pack("<Q", generation), _OPENED_AT)
         # Private: readers share the pages, and a reader that writes gets pages of its own.
-        return mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        try:
+            return mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as error:
+            raise _unopened(gone, error) from error
     finally:
         # The mapping keeps a duplicate, and with it the lock.
         os.close(fd)
+
+
+def _unopened(gone: str, error: OSError) -> EngineError:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        why = "each answer that is held is an open file: raise `ulimit -n`, or make fewer and larger microgroups"
+    else:
+        why = "its engine has ended, or is not of this host, user and process namespace"
+    return EngineError(
+        f'{gone} cannot be opened ({error.strerror}): {why}; rollout.transport = "msgpack" needs none of it'
+    )
 
 
 def _rounded(nbytes: int) -> int:

@@ -34,8 +34,12 @@ class SharedBlock:
         else:
             self.fd, self._path = tempfile.mkstemp(prefix=f"{name}-")
             self.handle = self._path
-        os.ftruncate(self.fd, nbytes)
-        self._map = mmap.mmap(self.fd, nbytes)
+        try:
+            os.ftruncate(self.fd, nbytes)
+            self._map = mmap.mmap(self.fd, nbytes)
+        except OSError:
+            self._leave_file()
+            raise
         self.nbytes = nbytes
         self.bytes: Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
         """[nbytes] uint8 view of the block."""
