@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import multiprocessing as mp
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from starlette.routing import Route
 from verst.engine.blocks import BlockPool
 from verst.engine.transport import Accepted, ship
 from verst.engine.wire import GenerateRequest
+from verst.web.timing import HEADER, Stopwatch
 from verst.weights.block import host_identity
 
 WEIGHT_VERSION = 0
@@ -67,6 +69,7 @@ class _Engine:
         self._options = options
         self._pool = BlockPool(options.shared_bytes) if options.shared_bytes else None
         self._place = asyncio.Semaphore(1)
+        self._batches = 0
         self._record = functools.lru_cache(_record)
 
     def app(self) -> Starlette:
@@ -81,17 +84,23 @@ class _Engine:
         return JSONResponse({"host": host_identity(), "weight_version": WEIGHT_VERSION, **shared})
 
     async def generate(self, request: Request) -> Response:
+        watch = Stopwatch()
         asked = GenerateRequest.model_validate_json(await request.body())
-        received_s = time.perf_counter()
+        put_s = time.perf_counter()
         async with self._place:
             begun_s = time.perf_counter()
             await asyncio.sleep(self._options.latency_s)
-            denoised_s = time.perf_counter()
-        timings = {"queue": begun_s - received_s, "denoise": denoised_s - begun_s}
-        samples = self._samples(asked, timings)
-        return ship(samples, Accepted.of(request.headers), self._pool).response()
+            made_s = time.perf_counter()
+            watch.batch = self._batches = self._batches + 1
+        shipment = ship(self._samples(asked), Accepted.of(request.headers), self._pool)
+        ends = (put_s, begun_s, made_s, time.perf_counter())
+        for stage, (start_s, end_s) in zip(("queue", "denoise", "ship"), itertools.pairwise(ends), strict=True):
+            watch.add(stage, start_s, end_s)
+        response = shipment.response()
+        response.headers[HEADER] = watch.header()
+        return response
 
-    def _samples(self, asked: GenerateRequest, timings: dict[str, float]) -> list[dict[str, Any]]:
+    def _samples(self, asked: GenerateRequest) -> list[dict[str, Any]]:
         count, seeds = asked.num_samples, asked.sample_seeds()
         steps, kept = asked.rollout_sde_step_indices or (), asked.rollout_return_step_indices or ()
         initial = list(asked.initial_seeds or seeds)
@@ -121,7 +130,6 @@ class _Engine:
                 "denoising_env": env if row == 0 and asked.rollout_return_denoising_env else None,
                 "echo": {**echo, "rollout_sde_step_indices": list(steps)},
                 "weight_version": WEIGHT_VERSION,
-                "timings": timings,
             }
             for row in range(count)
         ]

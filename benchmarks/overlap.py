@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
+import dataclasses
 import json
 import logging
 import math
@@ -37,8 +38,10 @@ from rollout_harness import Parsers, one_rollout, recipe_of, sample_name
 
 from verst.errors import RewardError
 from verst.obs.events import EventLog
+from verst.obs.measured import Measured, RewardTimes
+from verst.obs.measured import measure as measure_spans
 from verst.obs.simulation import RewardStage, Run, Stages, simulate
-from verst.obs.spans import FILE, Spans
+from verst.obs.spans import FILE, Spans, read_spans
 from verst.rewards.base import RewardBatch, Score
 
 PREDICTION = {"rollout_over_longest": 1.10, "simulated_over_rollout_off_by": 0.10}
@@ -107,26 +110,31 @@ def recipe_for(case: Case, folder: Path) -> Any:
     )
 
 
-def simulated_s(case: Case, *, parse_s: float = 0.0, generate_s: float | None = None) -> float:
+def simulated_s(case: Case, times: Measured) -> float:
     rewards = {
         name: RewardStage(
-            workers=workers,
-            sample_s=SECONDS[name],
-            merge_size=CALL[name],
-            attempts=ATTEMPTS,
-            failure_rate=FAILS_ONCE + FAILS_ALWAYS,
+            workers=workers, merge_size=CALL[name], attempts=ATTEMPTS, **dataclasses.asdict(times.rewards[name])
         )
         for name, workers in case.workers.items()
     }
-    run = Run(num_groups=GROUPS, group_size=GROUP_SIZE, microgroup_size=MICROGROUP)
     stages = Stages(
         engines=case.engines,
-        generate_s=(generate_s or case.latency_s,),
+        generate_s=(times.generate_s,),
+        transfer_s=times.transfer_s,
         parsers=2,
-        parse_s=(parse_s,),
+        parse_s=(times.parse_s,),
         rewards=rewards,
     )
-    return simulate(run, stages).rollout_s
+    return simulate(Run(num_groups=GROUPS, group_size=GROUP_SIZE, microgroup_size=MICROGROUP), stages).rollout_s
+
+
+def nominal(case: Case) -> Measured:
+    """What is known before anything was measured."""
+    rewards = {
+        name: RewardTimes(call_s=0.0, sample_s=SECONDS[name], failure_rate=FAILS_ONCE + FAILS_ALWAYS)
+        for name in case.workers
+    }
+    return Measured(generate_s=case.latency_s, transfer_s=0.0, parse_s=0.0, rewards=rewards, train_s=0.0, sync_s=0.0)
 
 
 def measure(name: str, parsers: Parsers, folder: Path) -> dict[str, Any]:
@@ -139,22 +147,23 @@ def measure(name: str, parsers: Parsers, folder: Path) -> dict[str, Any]:
         frames=(1, 256, 256, 3),
         shared_bytes=2 * 2**30,
     )
-    before = simulated_s(case)
+    before = simulated_s(case, nominal(case))
     judges = {reward: Judge(reward) for reward in case.workers}
-    spans = Spans(EventLog(folder / name / "events" / FILE, flush_s=1.0))
+    log = EventLog(folder / name / "events" / FILE, flush_s=1.0)
+    spans = Spans(log)
     parsers.busy_s = 0.0
     with FakeEngines(options) as engines:
         rollout, seconds = asyncio.run(one_rollout(recipe, engines.urls, parsers, judges, spans))
+    log.close()
     microgroups = GROUPS * GROUP_SIZE // MICROGROUP
-    denoise_s = [item.microgroup.timings["denoise"] for item in rollout.scored]
+    times = measure_spans(read_spans(folder / name))
     stages = {
         "engine": microgroups * case.latency_s / case.engines,
         "parser": parsers.busy_s / recipe.rollout.parsers.num,
         **{r: judges[r].asked.total() * SECONDS[r] / workers for r, workers in case.workers.items()},
     }
     longest = max(stages, key=stages.__getitem__)
-    generate_s = sum(denoise_s) / len(denoise_s)
-    measured = simulated_s(case, parse_s=parsers.busy_s / microgroups, generate_s=generate_s)
+    from_spans = simulated_s(case, times)
     result = {
         "engines": case.engines,
         "latency_s": case.latency_s,
@@ -167,9 +176,9 @@ def measure(name: str, parsers: Parsers, folder: Path) -> dict[str, Any]:
         "rollout_over_longest": seconds / stages[longest],
         "simulated_s": before,
         "simulated_over_rollout": before / seconds,
-        "from_spans_s": measured,
-        "from_spans_over_rollout": measured / seconds,
-        "engine_time_over_latency": generate_s / case.latency_s,
+        "from_spans_s": from_spans,
+        "from_spans_over_rollout": from_spans / seconds,
+        "measured": dataclasses.asdict(times),
         "samples": check_counts(rollout, judges),
     }
     print(f"{name:7} {line(result)}", flush=True)
@@ -204,7 +213,7 @@ def line(result: dict[str, Any]) -> str:
     return (
         f"rollout {result['rollout_s']:6.1f} s = {result['rollout_over_longest']:.3f} x {result['longest']} "
         f"(stages, s: {stages}); last answer at {result['last_generated_s']:.1f} s; simulated {result['simulated_s']:.1f} s "
-        f"({result['simulated_over_rollout']:.3f})"
+        f"({result['simulated_over_rollout']:.3f}), from spans {result['from_spans_s']:.1f} s"
     )
 
 

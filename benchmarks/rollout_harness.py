@@ -19,7 +19,7 @@ from verst.cluster.calls import ActorPool
 from verst.cluster.session import connect
 from verst.cluster.tensors import as_handles
 from verst.config import load_recipe
-from verst.config.recipe import RlRecipe
+from verst.config.recipe import RlRecipe, reward_name
 from verst.engine.blocks import BlockPool
 from verst.engine.client import EngineClient
 from verst.engine.wire import Answer
@@ -98,9 +98,12 @@ async def one_rollout(
     clients = [
         EngineClient(url, transport=recipe.rollout.transport, hosts=parsers.hosts, pool=received) for url in urls
     ]
-    engines = EnginePool(clients, per_engine=recipe.engine.queue_size)
+    engines = EnginePool(clients, per_engine=recipe.engine.queue_size, spans=spans)
     await engines.negotiate()
-    pools = [RewardPool(c, calls[c.name or c.type], deterministic=recipe.run.deterministic) for c in recipe.rewards]
+    pools = [
+        RewardPool(c, calls[reward_name(c)], deterministic=recipe.run.deterministic, on_span=spans.add)
+        for c in recipe.rewards
+    ]
     scorer = Scorer(recipe.rewards, pools, group_size=recipe.rollout.group_size)
 
     async def parse(answer: Answer, keys: Sequence[SampleKey]) -> Microgroup:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from run_fixtures import write_recipe
+from typer.testing import CliRunner
 
+from verst.cli.main import app
+from verst.errors import ConfigError
+from verst.obs.events import EventLog
+from verst.obs.measured import measure
 from verst.obs.simulation import RewardStage, Run, Simulated, Stages, simulate
+from verst.obs.spans import FILE, Spans, of, read_spans
 
 RUN = Run(num_groups=8, group_size=4, microgroup_size=2)
 """16 microgroups of 2."""
@@ -52,7 +62,7 @@ def test_a_pipeline_takes_its_longest_stage_and_the_way_through_the_others() -> 
 def test_turns_add_up_and_an_asynchronous_run_takes_the_longer_of_both() -> None:
     turns = seconds(train_s=10.0, sync_s=2.0)
     assert (turns.step_s, turns.rollout_s, turns.wait_for_rollout_s) == (28.0, 16.0, 16.0)
-    assert turns.bottleneck == "engine, in turns"
+    assert turns.bottleneck == "turns (engine)"
     ahead = dataclasses.replace(RUN, staleness=1)
     engine_bound = simulate(ahead, Stages(engines=1, generate_s=(1.0,), train_s=10.0, sync_s=2.0), iterations=5)
     assert engine_bound.step_s == 16.0 + 2.0  # engines make nothing while they take weights
@@ -129,3 +139,108 @@ def test_no_stage_is_faster_than_its_work_and_more_of_anything_never_hurts_much(
     # What is drawn falls on other microgroups, hence not exactly.
     assert all(later <= earlier * 1.02 for earlier, later in itertools.pairwise(times))
     assert times[-1] < times[0] / 2 or staleness
+
+
+TIMES = """
+generate_s = 12.0
+transfer_s = 0.5
+parse_s = 0.2
+train_s = 240.0
+sync_s = 2.0
+[rewards.brightness]
+sample_s = 0.3
+"""
+
+
+def printed(*arguments: str) -> str:
+    """Of the command in this process. Raises what it raises."""
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False).output
+
+
+def plan(folder: Path, times: str, *overrides: str, options: Sequence[str] = ()) -> str:
+    """What `verst plan --simulate` prints."""
+    (folder / "times.toml").write_text(times)
+    recipe = write_recipe(folder, *(changes := (*SIZE, *overrides)))
+    source = () if "--from" in options else ("--times", str(folder / "times.toml"))
+    return printed("plan", str(recipe), *changes, "--simulate", *source, *options)
+
+
+SIZE = (
+    "rollout.num_groups=48",
+    "rollout.group_size=16",
+    "rollout.microgroup_size=4",
+    "trainer.tile_size=4",
+    'rewards=[{type="brightness", workers=2}]',
+)
+AHEAD = ('schedule={type="async"}', 'algorithm.old_log_probs="recompute"', "algorithm.importance_cap=2.0")
+
+
+def test_the_command_says_how_long_an_iteration_takes_and_what_to_have(tmp_path: Path) -> None:
+    report = json.loads(plan(tmp_path, TIMES, options=["--json", "--gpus", "1,8,1024"]))
+    # One engine: 192 microgroups of 12 s; the last of them is parsed and scored (4 samples) after that.
+    assert report["recipe"]["rollout_s"] == pytest.approx(192 * 12.0 + 0.5 + 0.2 + 1.2)
+    assert report["recipe"]["step_s"] == pytest.approx(report["recipe"]["rollout_s"] + 240.0 + 2.0)
+    assert report["recipe"]["bottleneck"] == "engine"
+    one, eight, many = report["gpus"]
+    assert (
+        [row["engines"] for row in report["gpus"]] == [row["trainer_ranks"] for row in report["gpus"]] == [1, 8, 1024]
+    )
+    assert one["step_s"] > 7 * eight["step_s"] > 49 * many["step_s"] / 10
+    # 192 engines make all at once; trainer tiles of 4 of 1536 pairs, 384 of them, go round once on 384 ranks or more.
+    assert many["bound_s"]["trainer"] == pytest.approx(240.0 / 384)
+    assert many["workers"] == {"brightness": 192}
+    text = plan(tmp_path, TIMES, options=["--gpus", "8"])
+    assert "an iteration of this recipe" in text
+    assert "bound by" in text
+
+
+def test_an_asynchronous_plan_shares_out_the_gpus(tmp_path: Path) -> None:
+    report = json.loads(plan(tmp_path, TIMES, *AHEAD, options=["--json", "--gpus", "1,2,16,1024"]))
+    assert [row["gpus"] for row in report["gpus"]] == [2, 16, 1024]  # one GPU cannot be shared out
+    _, some, many = report["gpus"]
+    assert (some["engines"], some["trainer_ranks"]) == (14, 2)
+    assert some["step_s"] == pytest.approx(14 * 12.0 + 2.0, rel=0.01)  # 192 on 14 engines, and the hand-off
+    assert many["engines"] == 192
+    assert many["engines"] + many["trainer_ranks"] < 1024  # more would change nothing
+    assert some["step_s"] > many["step_s"]
+
+
+def test_a_plan_refuses_what_it_cannot_know(tmp_path: Path) -> None:
+    for times, options, message in (
+        (TIMES.replace("brightness", "ocr"), (), "rewards brightness are not known, only of: ocr"),
+        (TIMES.replace("generate_s", "generate"), (), "generate_s"),
+        (TIMES, ("--gpus", "8,x"), "numbers from 1 with commas between"),
+        (TIMES, ("--from", str(tmp_path)), "no spans of a rollout"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            plan(tmp_path, times, options=options)
+    with pytest.raises(ConfigError, match="--from RUN, a run that was measured, or --times FILE"):
+        printed("plan", str(write_recipe(tmp_path)), "--simulate")
+
+
+def test_stage_times_of_a_run_come_from_its_spans(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events" / FILE)
+    spans = Spans(log)
+    for rollout, start in ((0, 0.0), (1, 100.0)):
+        slow = 9.0 if rollout == 0 else 0.0  # the first one is not representative
+        for number in range(4):
+            at, engine = start + 2.0 * (number // 2), f"engine:{number % 2}"
+            with of(rollout=rollout, group=0, index=4 * number, samples=4):
+                spans.add("request", start_s=at - 1, end_s=at + 2.0 + slow, lane=engine, batch=number)
+                spans.add("queue", start_s=at - 1, end_s=at, lane=engine, batch=number)
+                spans.add("denoise", start_s=at, end_s=at + 1.5 + slow, lane=engine, batch=number)
+                spans.add("decode", start_s=at + 1.5, end_s=at + 2.0, lane=engine, batch=number)
+                spans.add("transfer", start_s=at + 2.0, end_s=at + 2.25)
+                spans.add("parse", start_s=at + 2.25, end_s=at + 2.5, lane=f"parser:{number % 2}")
+                for samples in (3, 2):  # one of four was asked about again
+                    seconds = 0.1 + 0.2 * samples
+                    spans.add("score", start_s=at, end_s=at + seconds, lane="reward/r:0", reward="r", samples=samples)
+        iteration = rollout + 1
+        spans.add("train", start_s=at + 10, end_s=at + 15 + slow, lane="trainer:0", iteration=iteration)
+        spans.add("sync", start_s=at + 15, end_s=at + 16, lane="driver:0", iteration=iteration)
+    log.close()
+    measured = measure(read_spans(tmp_path))
+    assert measured.generate_s == pytest.approx(2.0, abs=1e-4)
+    assert (measured.transfer_s, measured.parse_s) == pytest.approx((0.25, 0.25), abs=1e-4)
+    assert (measured.train_s, measured.sync_s) == pytest.approx((5.0, 1.0), abs=1e-4)
+    assert dataclasses.astuple(measured.rewards["r"]) == pytest.approx((0.1, 0.2, 0.2), abs=1e-4)

@@ -30,6 +30,8 @@ Overrides = Annotated[
 
 Checkpoint = Annotated[str, typer.Option(help="newest, best, or an iteration, e.g. 40.")]
 
+_GPUS = ",".join(str(2**n) for n in range(11))
+
 app = typer.Typer(
     name="verst",
     help="Post-training of diffusion models: SFT, Flow-GRPO, DiffusionNFT, on a laptop or a Ray cluster.",
@@ -73,10 +75,24 @@ def plan(
     memory: Annotated[
         bool, typer.Option(help="Also the memory of a trainer rank and of an engine: traces shapes, reads no weights.")
     ] = False,
+    simulate: Annotated[
+        bool, typer.Option(help="Instead: how long an iteration takes, and what to have how many of, by simulation.")
+    ] = False,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="With --simulate: a run folder, whose spans say what stages take.")
+    ] = None,
+    times: Annotated[Path | None, typer.Option(help="With --simulate: a TOML that says so, docs/scaling.md.")] = None,
+    gpus: Annotated[str, typer.Option(help="With --simulate: numbers of GPUs to plan for.")] = _GPUS,
+    as_json: Annotated[bool, typer.Option("--json", help="With --simulate: JSON in place of tables.")] = False,
 ) -> None:
     """Print the resolved recipe, its batch arithmetic and its processes. Loads no model."""
     from verst.cli import plan as command
 
+    if simulate:
+        command.print_simulation(
+            _load(recipe, overrides, model=False), source=source, times=times, gpus=gpus, as_json=as_json
+        )
+        return
     loaded = _load(recipe, overrides, model=steps or memory)
     command.run(loaded)
     if memory:

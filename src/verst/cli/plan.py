@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import tomli_w
 from rich.console import Console
 from rich.table import Table
@@ -68,6 +70,28 @@ def print_memory(recipe: Recipe, console: Console | None = None) -> None:
             table.add_row(item.name, *(("", gib(item.bytes)) if item.host else (gib(item.bytes), "")), phase)
         table.add_row("most at a time", gib(peak_of(items)), gib(host_of(items)), "")
         console.print(table)
+
+
+def print_simulation(
+    recipe: Recipe,
+    console: Console | None = None,
+    *,
+    source: Path | None,
+    times: Path | None,
+    gpus: str,
+    as_json: bool,
+) -> None:
+    """How long an iteration takes, on how many GPUs; see `verst.cli.simulate`. gpus: numbers with commas between."""
+    from verst.cli.simulate import run as simulate
+
+    try:
+        numbers = [int(number) for number in gpus.split(",")]
+    except ValueError:
+        numbers = [0]
+    if min(numbers) < 1:
+        raise ConfigError(f"--gpus {gpus} must be numbers from 1 with commas between, e.g. 8,64")
+    console = console or Console()
+    simulate(recipe, source=source, times=times, gpus=numbers, as_json=as_json, console=console)
 
 
 def _batch_table(recipe: RlRecipe) -> Table:

@@ -7,14 +7,16 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from verst.config.recipe import Recipe, RlRecipe, SftRecipe
+from verst.config.stage_times import StageTimes
 from verst.errors import ConfigError
 
+Parsed = TypeVar("Parsed", bound=BaseModel)
 _SYNONYMS = {"learning_rate": "lr", "eps": "adam_epsilon", "clip_range": "clip_high", "max_grad_norm": "grad_clip"}
 """What other trainers call our keys: a typo of theirs is answered with ours."""
 _PATH_KEYS = (("model", "path"), ("prompts", "train"), ("prompts", "heldout"), ("data", "prompts"), ("data", "path"))
@@ -25,12 +27,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises ConfigError for an unreadable file, a wrong key, value or combination.
     """
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"recipe {path} does not exist") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"recipe {path} cannot be read: {error}") from None
+    data = _read(path, "recipe")
     for override in overrides:
         _apply_override(data, override)
     return parse_recipe(data)
@@ -38,7 +35,24 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def parse_recipe(data: dict[str, Any]) -> Recipe:
     """A recipe from nested tables. Raises ConfigError."""
-    model = _recipe_class(data)
+    return _parse(_recipe_class(data), data)
+
+
+def load_stage_times(path: Path) -> StageTimes:
+    """What stages take, for `verst plan --simulate`. Raises ConfigError."""
+    return _parse(StageTimes, _read(path, "file of stage times"))
+
+
+def _read(path: Path, what: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{what} {path} does not exist") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error}") from None
+
+
+def _parse(model: type[Parsed], data: dict[str, Any]) -> Parsed:
     try:
         return model.model_validate(data)
     except ValidationError as error:

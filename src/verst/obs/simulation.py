@@ -97,7 +97,7 @@ class Simulated:
     def bottleneck(self) -> str:
         """The busiest stage; where it is idle for much of an iteration, it and its others take turns."""
         busiest = max(self.stages, key=lambda use: use.bound_s)
-        return busiest.name if busiest.bound_s >= _TURNS_BELOW * self.step_s else f"{busiest.name}, in turns"
+        return busiest.name if busiest.bound_s >= _TURNS_BELOW * self.step_s else f"turns ({busiest.name})"
 
 
 def simulate(run: Run, stages: Stages, *, iterations: int = 2, seed: int = 0) -> Simulated:
