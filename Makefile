@@ -30,7 +30,13 @@ install: $(VENV)/.runtime
 demo: $(VENV)/.runtime
 	$(BIN)/verst train recipes/glyphs_grpo.toml --if-complete new
 
-test: $(VENV)/.dev
+# A Chromium for the dashboard's tests; one that is installed is taken, else Debian's is unpacked here.
+build/browser/.ready: scripts/browser.py $(VENV)/.dev
+	$(BIN)/python scripts/browser.py
+	mkdir -p $(@D)
+	touch $@
+
+test: $(VENV)/.dev build/browser/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

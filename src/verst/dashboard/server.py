@@ -15,7 +15,7 @@ import errno
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import uvicorn
@@ -37,8 +37,8 @@ from verst.web.guard import Guard, check_exposed, token_from_environment
 POLL_S = 0.5
 """Between two looks at the files, while somebody watches."""
 _HEARTBEAT_S = 15.0
-MAX_SPANS = 60_000
-"""That one answer has at most."""
+MAX_SPANS = 200_000
+"""That one answer has at most: all of some ten thousand microgroups."""
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; media-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
@@ -48,8 +48,10 @@ _POLICY = (
 class Runs:
     """The runs of one page, read again no more often than every POLL_S, whoever asks."""
 
-    def __init__(self, views: Sequence[RunView]) -> None:
+    def __init__(self, views: Sequence[RunView], *, closing: Callable[[], bool] = lambda: False) -> None:
+        """closing: the server is ending, and streams are to end too."""
         self.views = list(views)
+        self._closing = closing
         self._lock = asyncio.Lock()
         self._read_s = float("-inf")
 
@@ -67,12 +69,12 @@ class Runs:
         return self.views[number]
 
     async def messages(self) -> AsyncIterator[str]:
-        """Server-sent events of one page, without an end."""
+        """Server-sent events of one page, until the server ends."""
         names = [{"number": view.number, "name": view.name} for view in self.views]
         yield _event("runs", {"runs": names})
         seen = [Seen() for _ in self.views]
         sent_s = time.monotonic()
-        while True:
+        while not self._closing():
             await self.refresh()
             for view, told in zip(self.views, seen, strict=True):
                 message = view.news(told)
@@ -85,9 +87,11 @@ class Runs:
             await asyncio.sleep(POLL_S)
 
 
-def make_app(views: Sequence[RunView], *, token: str | None = None) -> Starlette:
-    """token: that a client must know; None for a page on loopback."""
-    runs = Runs(views)
+def make_app(
+    views: Sequence[RunView], *, token: str | None = None, closing: Callable[[], bool] = lambda: False
+) -> Starlette:
+    """token: that a client must know; None for a page on loopback. closing: as of `Runs`."""
+    runs = Runs(views, closing=closing)
 
     async def page(_: Request) -> Response:
         return Response(live_page(), media_type="text/html")
@@ -137,10 +141,11 @@ def serve(views: Sequence[RunView], *, host: str, port: int) -> None:
     number = sock.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
     print(f"{len(views)} run(s) at http://{shown}:{number}/  (Ctrl-C ends)", flush=True)
-    config = uvicorn.Config(make_app(views, token=token), log_level="warning", timeout_graceful_shutdown=1)
+    app = make_app(views, token=token, closing=lambda: server.should_exit)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[sock])
+            server.run(sockets=[sock])
     finally:
         sock.close()
         for view in views:

@@ -8,7 +8,7 @@ const STAGES = new Set(["generate", "deserialize", "reward"]);
 export class Spans {
   constructor(answer) {
     this.lanesOf = new Map();
-    this.microgroups = new Map();
+    this.stages = new Map();
     this.extras = {};
     this.add(answer);
   }
@@ -40,18 +40,13 @@ export class Spans {
       else this.lanesOf.set(span.lane, [span]);
     }
     this.order = null;
+    this.microgroups = null;
   }
 
   addStage(span) {
     const key = `${span.rollout} ${span.group} ${span.index}`;
-    const found = this.microgroups.get(key);
-    if (!found) {
-      this.microgroups.set(key, { start: span.start, end: span.end, spans: [span] });
-      return;
-    }
-    found.spans.push(span);
-    found.start = Math.min(found.start, span.start);
-    found.end = Math.max(found.end, span.end);
+    if (this.stages.has(key)) this.stages.get(key).push(span);
+    else this.stages.set(key, [span]);
   }
 
   /** [{name, kind, spans by start, ends: the latest end so far}], the driver first. */
@@ -67,16 +62,32 @@ export class Spans {
     return this.order;
   }
 
-  /** Microgroups as they began; within each the whole stages before what is inside of them. */
+  /** Microgroups, {start, end, spans}, as they began; within each the whole stages before what is inside of them. */
   rows() {
-    const all = [...this.microgroups.values()].sort((a, b) => a.start - b.start);
-    for (const row of all) row.spans.sort((a, b) => Number(STAGES.has(b.name)) - Number(STAGES.has(a.name)) || a.start - b.start);
-    return all;
+    this.microgroups ??= [...this.stages.values()].flatMap(made).sort((a, b) => a.start - b.start);
+    return this.microgroups;
   }
 
   said(span) {
     return span.extra === NONE ? {} : (this.extras[span.extra] ?? {});
   }
+}
+
+/** One place can be filled more than once: by each evaluation, and by a resumed run. Every time begins with `generate`. */
+function made(spans) {
+  spans.sort((a, b) => a.start - b.start || b.end - a.end);
+  const found = [];
+  for (const span of spans) {
+    const last = found[found.length - 1];
+    if (!last || (span.name === "generate" && span.start >= last.end)) {
+      found.push({ start: span.start, end: span.end, spans: [span] });
+    } else {
+      last.spans.push(span);
+      last.end = Math.max(last.end, span.end);
+    }
+  }
+  for (const { spans } of found) spans.sort((a, b) => STAGES.has(b.name) - STAGES.has(a.name) || a.start - b.start);
+  return found;
 }
 
 function kindOf(name) {

@@ -6,11 +6,13 @@ import { idle, lowerBound, packed, setDepths, touching } from "./lanes.js";
 
 const GUTTER = 148;
 const RULER = 24;
-const BAR = 9;
-const LANE_GAP = 9;
+const BAR = 12;
+const LANE_GAP = 8;
 const ROW = 9;
 const LEAST_HEIGHT = 140;
 const MOST_HEIGHT = 640;
+/** Lanes that take more of the canvas than this scroll together with the microgroups. */
+const MOST_PINNED = 0.6;
 /** Pixels: a narrower gap is not marked, a narrower span is drawn this wide, text needs this much. */
 const LEAST_GAP = 5;
 const LEAST_SPAN = 0.7;
@@ -26,7 +28,7 @@ export const COLOURS = [
   ["train", ["train"], "--c4"],
   ["sync", ["sync", "publish", "update"], "--c5"],
   ["transfer, checkpoint", ["transfer", "ship", "checkpoint"], "--c7"],
-  ["waiting", ["wait"], "--line"],
+  ["waiting", ["wait", "iteration"], "--line"],
 ].map(([label, names, variable]) => [label, names, names[0], variable]);
 const OF_NAME = new Map(COLOURS.flatMap(([, names, , variable]) => names.map((name) => [name, variable])));
 
@@ -39,13 +41,15 @@ export class Painter {
     this.canvas = canvas;
     this.context = canvas.getContext("2d");
     this.scroll = 0;
+    /** As it was painted: to ask the canvas makes the browser lay the page out. */
+    this.width = 600;
     this.contentHeight = 0;
+    this.lanesHeight = 0;
     this.height = LEAST_HEIGHT;
-    this.boxes = [];
   }
 
   get plotWidth() {
-    return Math.max(50, this.canvas.clientWidth - GUTTER);
+    return Math.max(50, this.width - GUTTER);
   }
 
   share(x) {
@@ -55,7 +59,8 @@ export class Painter {
   /** True where there was anywhere to go. */
   scrollTo(y) {
     const before = this.scroll;
-    this.scroll = Math.max(0, Math.min(y, this.contentHeight - (this.height - RULER)));
+    const room = this.height - RULER - (this.pinned ? this.lanesHeight : 0);
+    this.scroll = Math.max(0, Math.min(y, this.contentHeight - room));
     return this.scroll !== before;
   }
 
@@ -65,47 +70,73 @@ export class Painter {
     this.arrange(spans, layout);
     this.fit();
     this.readColours();
-    const { context, canvas } = this;
-    context.clearRect(0, 0, canvas.clientWidth, this.height);
-    context.save();
-    context.beginPath();
-    context.rect(0, RULER, canvas.clientWidth, this.height - RULER);
-    context.clip();
-    let y = RULER - this.scroll;
-    for (const lane of this.lanes) {
-      const height = lane.depth * BAR + LANE_GAP;
-      if (y + height > RULER && y < this.height) this.lane(lane, y);
-      y += height;
-    }
-    this.rowsTop = y;
-    const first = Math.max(0, Math.floor((RULER - y) / ROW));
-    const last = Math.min(this.rows.length, Math.ceil((this.height - y) / ROW));
-    for (let i = first; i < last; i++) this.row(this.rows[i], y + i * ROW);
-    context.fillStyle = this.colours["--muted"];
-    if (this.rows.length) context.fillText("microgroups", 8, Math.max(RULER + 12, y + 12));
-    context.restore();
+    const { context } = this;
+    context.clearRect(0, 0, this.width, this.height);
+    let y = this.lanesTop;
+    this.clipped(RULER, () => {
+      for (const lane of this.lanes) {
+        const height = lane.depth * BAR + LANE_GAP;
+        if (y + height > RULER && y < this.height) this.lane(lane, y);
+        y += height;
+      }
+    });
+    this.clipped(Math.max(RULER, this.pinned ? y : 0), (top) => {
+      const first = Math.max(0, Math.floor((top - this.rowsTop) / ROW));
+      const last = Math.min(this.rows.length, Math.ceil((this.height - this.rowsTop) / ROW));
+      for (let i = first; i < last; i++) this.row(this.rows[i], this.rowsTop + i * ROW);
+      context.fillStyle = this.colours["--muted"];
+      if (this.rows.length) context.fillText("microgroups", 8, Math.max(top + 12, this.rowsTop + 12));
+    });
     this.ruler();
+  }
+
+  clipped(top, draw) {
+    this.context.save();
+    this.context.beginPath();
+    this.context.rect(0, top, this.width, this.height - top);
+    this.context.clip();
+    draw(top);
+    this.context.restore();
+  }
+
+  get lanesTop() {
+    return RULER - (this.pinned ? 0 : this.scroll);
+  }
+
+  get rowsTop() {
+    return RULER + this.lanesHeight - this.scroll;
   }
 
   /** Lanes and rows of what is drawn; anew only where that is another. */
   arrange(spans, layout) {
-    if (this.spans === spans && this.order === spans.order && spans.order && this.layout === layout) return;
-    this.spans = spans;
-    this.lanes = spans.lanes();
-    this.order = spans.order;
-    this.layout = layout;
-    this.lanes.forEach(setDepths);
+    const changed = this.spans !== spans || this.order !== spans.order || !spans.order;
+    if (changed) {
+      this.spans = spans;
+      this.lanes = spans.lanes();
+      this.order = spans.order;
+      this.lanes.forEach(setDepths);
+      this.lanesHeight = this.lanes.reduce((sum, lane) => sum + lane.depth * BAR + LANE_GAP, 0);
+      this.packed = packed(spans.rows());
+    }
     const all = spans.rows();
-    this.rows = layout === "packed" ? packed(all) : all.map((item) => [item]);
-    this.contentHeight =
-      this.lanes.reduce((sum, lane) => sum + lane.depth * BAR + LANE_GAP, 0) + this.rows.length * ROW + 12;
-    this.height = Math.round(Math.min(MOST_HEIGHT, Math.max(LEAST_HEIGHT, this.contentHeight + RULER)));
+    const inside = (item) => item.end >= this.from && item.start <= this.to;
+    this.rows = layout === "packed" ? this.packed : all.filter(inside).map((item) => [item]);
+    const rowsHeight = this.rows.length * ROW + 12;
+    if (changed || layout !== this.layout) {
+      // Of one layout the height is one, or the page would jump under a hand that scrolls.
+      const whole = this.lanesHeight + (layout === "packed" ? rowsHeight : all.length * ROW) + RULER;
+      this.height = Math.round(Math.min(MOST_HEIGHT, Math.max(LEAST_HEIGHT, whole)));
+      this.layout = layout;
+    }
+    this.pinned = this.lanesHeight < MOST_PINNED * this.height;
+    this.contentHeight = (this.pinned ? 0 : this.lanesHeight) + rowsHeight;
     this.scrollTo(this.scroll);
   }
 
   fit() {
     const ratio = window.devicePixelRatio || 1;
-    const width = Math.round(this.canvas.clientWidth * ratio);
+    this.width = this.canvas.clientWidth;
+    const width = Math.round(this.width * ratio);
     if (this.canvas.width === width && this.canvas.height === Math.round(this.height * ratio)) return;
     this.canvas.style.height = `${this.height}px`;
     this.canvas.width = width;
@@ -191,11 +222,12 @@ export class Painter {
       const y = top(span);
       if (right - left < 1 && right <= (filled.get(y) ?? -1)) continue;
       filled.set(y, Math.ceil(right));
-      context.fillStyle = this.colours[colourOf(span.name)] ?? this.colours["--muted"];
+      const colour = colourOf(span.name);
+      context.fillStyle = this.colours[colour];
       context.fillRect(left, y, Math.max(LEAST_SPAN, right - left), height);
-      if ((span.end - span.start) * scale > TEXT_WIDTH && height > 7 && right - left > TEXT_WIDTH) {
-        context.fillStyle = this.colours["--card"];
-        context.fillText(span.name, left + 4, y + height - 0.5, right - left - 6);
+      if ((span.end - span.start) * scale > TEXT_WIDTH && height > 9 && right - left > TEXT_WIDTH) {
+        context.fillStyle = this.colours[colour === "--line" ? "--ink" : "--card"];
+        context.fillText(span.name, left + 4, y + height - 1.5, right - left - 6);
       }
     }
   }
@@ -211,7 +243,7 @@ export class Painter {
   ruler() {
     const { context } = this;
     context.fillStyle = this.colours["--card"];
-    context.fillRect(0, 0, this.canvas.clientWidth, RULER);
+    context.fillRect(0, 0, this.width, RULER);
     context.fillStyle = this.colours["--muted"];
     context.textAlign = "center";
     const marks = timeTicks(this.from, this.to, Math.max(2, Math.floor(this.plotWidth / 110)));
@@ -236,7 +268,7 @@ export class Painter {
       spans
         .filter((span) => span.start - slack <= at && span.end + slack >= at)
         .reduce((best, span) => (!best || span.end - span.start < best.end - best.start ? span : best), null);
-    let top = RULER - this.scroll;
+    let top = this.lanesTop;
     for (const lane of this.lanes) {
       const height = lane.depth * BAR + LANE_GAP;
       if (y >= top && y < top + height) {
@@ -247,7 +279,7 @@ export class Painter {
       }
       top += height;
     }
-    const row = this.rows[Math.floor((y - top) / ROW)];
+    const row = this.rows[Math.floor((y - this.rowsTop) / ROW)];
     return row ? narrowest(row.filter((item) => item.start - slack <= at && item.end + slack >= at).flatMap((item) => item.spans)) : null;
   }
 }

@@ -18,7 +18,7 @@ export class TimelineView {
     this.layout = "packed";
     this.body = h("div");
     const button = (text, label, action) => h("button", { type: "button", "aria-label": label, onclick: action }, text);
-    this.one = h("button", { type: "button", "aria-pressed": "false", onclick: () => this.toggleLayout() }, "A row for each microgroup");
+    this.one = h("button", { type: "button", "aria-pressed": "false", onclick: () => this.toggleLayout() }, "A row for each microgroup in the window");
     this.element = h(
       "div",
       {},
@@ -219,7 +219,8 @@ class Panel {
     }
     const spans = this.spans;
     const sampled = spans.sampled > 1 ? `; of the microgroups every ${spans.sampled}th is drawn here, zoom in for all` : "";
-    this.note.textContent = `${spans.microgroups.size} microgroups, ${this.overview.total} spans${sampled}.`;
+    const text = `${spans.rows().length} microgroups, ${this.overview.total} spans${sampled}.`;
+    if (this.note.textContent !== text) this.note.textContent = text;
     this.painter.paint(spans, this.view.range, this.view.layout);
   }
 
