@@ -17,6 +17,7 @@ from cli_fixtures import here
 from diffusers import DiffusionPipeline
 from run_fixtures import metric_rows, recipe_with, run_to_end, start_run, tiny_model, write_recipe
 from run_rewards import PHASES
+from test_trace import assert_nested, threads
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -24,6 +25,8 @@ from verst.config.recipe import RlRecipe
 from verst.engine.resolve import resolve
 from verst.engine.wire import GenerateRequest
 from verst.engine.worker import Worker
+from verst.obs.spans import read_spans
+from verst.obs.trace import trace_events
 from verst.trainer import checkpoint
 from verst.trainer.export import find_checkpoint, load_trained
 
@@ -99,6 +102,21 @@ def test_two_ranks_agree_with_the_engine_to_the_bit(finished: Finished) -> None:
         assert row["train/pairs"] == 2 * 4 * 2
         assert row["sync/tensors"] == 30
         assert (row["reward/num_masked"], row["reward/num_failures"]) == (0, 0)
+
+
+def test_where_the_time_went_is_seen_in_a_trace_and_said_in_words(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = threads(list(trace_events(read_spans(finished.run))))
+    for slices in found.values():
+        assert_nested(slices)
+    lanes = {("driver", "phases"), ("trainer", "trainer 0"), ("engine 0", "device"), ("engine 0", "requests")}
+    assert lanes | {("parser", "parser 0"), ("reward jpeg_size", "jpeg_size 0")} <= set(found)
+    assert {e["name"] for e in found["engine 0", "device"]} == {"encode", "denoise", "decode", "ship"}
+    assert here(monkeypatch, "triage", finished.run) == 0
+    said = capsys.readouterr().out
+    assert "1 iterations of" in said  # of two, the first is not counted
+    assert "The run is bound by" in said
 
 
 def test_second_driver_is_refused(finished: Finished) -> None:

@@ -1,4 +1,4 @@
-"""`verst`: train, plan, replay, explain-ratio, trace, eval, generate, serve, router, export, dashboard, tiny."""
+"""`verst`: train, plan, replay, explain-ratio, trace, triage, eval, generate, serve, router, export, dashboard, tiny."""
 
 from __future__ import annotations
 
@@ -148,6 +148,17 @@ def trace(
     from verst.cli import timing as command
 
     command.trace(run, out)
+
+
+@app.command()
+def triage(
+    run: Annotated[Path, typer.Argument(help="A run folder, of a run that may still go on.")],
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Say where a run's time went, what bounds it, and which knobs of its recipe would save how much."""
+    from verst.cli import timing as command
+
+    command.triage(run, as_json=json)
 
 
 @app.command()

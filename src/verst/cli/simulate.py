@@ -22,7 +22,7 @@ from verst.config.stage_times import RewardStageTimes, StageTimes
 from verst.errors import ConfigError
 
 if TYPE_CHECKING:
-    from verst.obs.simulation import Simulated
+    from verst.obs.simulation import RewardStage, Run, Simulated
 
 _BUSY = 0.8
 """Of parsers and reward workers that are suggested: they are cheap, and should wait for engines rather than the reverse."""
@@ -76,28 +76,12 @@ def run(
 
 def simulated(recipe: RlRecipe, times: StageTimes, counts: Counts) -> Simulated:
     """The recipe with these counts."""
-    from verst.obs.simulation import RewardStage, Run, Stages, simulate
+    from verst.obs.simulation import Stages, simulate
 
-    rollout = recipe.rollout
     rewards = {
-        reward_name(config): RewardStage(
-            workers=counts.workers[reward_name(config)],
-            merge_size=_size_of_call(recipe, config),
-            merge_wait_s=config.merge_wait_ms / 1000,
-            attempts=config.attempts,
-            of_group=is_group_wise(config),
-            **times.rewards[reward_name(config)].model_dump(),
-        )
-        for config in recipe.rewards
+        name: dataclasses.replace(stage, workers=counts.workers[name], **times.rewards[name].model_dump())
+        for name, stage in rewards_of(recipe).items()
     }
-    run = Run(
-        num_groups=rollout.num_groups,
-        group_size=rollout.group_size,
-        microgroup_size=rollout.microgroup_size,
-        staleness=recipe.schedule.staleness,
-        dynamic=rollout.dynamic.enabled,
-        pass_rate=min(1.0, times.pass_rate),
-    )
     stages = Stages(
         engines=counts.engines,
         generate_s=(times.generate_s,),
@@ -108,7 +92,37 @@ def simulated(recipe: RlRecipe, times: StageTimes, counts: Counts) -> Simulated:
         train_s=_train_s(recipe, times, counts.trainer_ranks),
         sync_s=times.sync_s,
     )
-    return simulate(run, stages)
+    return simulate(dataclasses.replace(run_of(recipe), pass_rate=min(1.0, times.pass_rate)), stages)
+
+
+def run_of(recipe: RlRecipe) -> Run:
+    """What the recipe asks for; all groups pass."""
+    from verst.obs.simulation import Run
+
+    rollout = recipe.rollout
+    return Run(
+        num_groups=rollout.num_groups,
+        group_size=rollout.group_size,
+        microgroup_size=rollout.microgroup_size,
+        staleness=recipe.schedule.staleness,
+        dynamic=rollout.dynamic.enabled,
+    )
+
+
+def rewards_of(recipe: RlRecipe) -> dict[str, RewardStage]:
+    """Of the trained rewards, what the recipe says; they take no time."""
+    from verst.obs.simulation import RewardStage
+
+    return {
+        reward_name(config): RewardStage(
+            workers=config.workers,
+            merge_size=_size_of_call(recipe, config),
+            merge_wait_s=config.merge_wait_ms / 1000,
+            attempts=config.attempts,
+            of_group=is_group_wise(config),
+        )
+        for config in recipe.rewards
+    }
 
 
 def suggested(recipe: RlRecipe, times: StageTimes, gpus: int) -> Counts | None:

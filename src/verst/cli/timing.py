@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verst.cli.simulate import rewards_of, run_of
+from verst.config.placement import ColocatedPlacement
+from verst.config.recipe import RlRecipe
+
 if TYPE_CHECKING:
     from verst.obs.spans import Span
+    from verst.obs.triage import Setup, Triage, Use
+
+_PHASES = {
+    "wait": "waiting for the rollout",
+    "drain": "waiting for engines to finish",
+    "train": "training",
+    "sync": "weights to the engines",
+    "evaluate": "evaluations",
+    "checkpoint": "checkpoints",
+    "other": "everything else",
+}
 
 
 def trace(run: Path, out: Path | None) -> None:
@@ -16,6 +34,87 @@ def trace(run: Path, out: Path | None) -> None:
     path = out or run / "trace.json"
     write_trace(spans, path)
     print(f"{path}: {len(spans)} spans; open it at https://ui.perfetto.dev or in chrome://tracing")
+
+
+def triage(run: Path, *, as_json: bool) -> None:
+    from verst.config import load_recipe
+    from verst.errors import ConfigError
+    from verst.obs.triage import triage as found_in
+
+    spans = spans_of(run)
+    recipe = load_recipe(run / "recipe.toml")
+    if not isinstance(recipe, RlRecipe):
+        raise ConfigError(f"{run} is an SFT run; only RL runs have rollouts to look at")
+    result = found_in(spans, setup_of(recipe))
+    if as_json:
+        print(json.dumps(dataclasses.asdict(result), indent=1))
+        return
+    print(f"{run}: {result.iterations} iterations of {_s(result.iteration_s)} on average were looked at")
+    for line in in_words(result):
+        print(line)
+
+
+def setup_of(recipe: RlRecipe) -> Setup:
+    """What triage has to know of a recipe."""
+    from verst.obs.triage import Setup
+
+    return Setup(
+        run=run_of(recipe),
+        engines=recipe.engine.num,
+        parsers=recipe.rollout.parsers.num,
+        rewards=rewards_of(recipe),
+        trainer_ranks=recipe.trainer.ranks,
+        may_overlap=not isinstance(recipe.cluster.placement, ColocatedPlacement),
+    )
+
+
+def in_words(found: Triage) -> Iterator[str]:
+    """What triage says, line by line."""
+    yield "\nWhere an iteration goes"
+    for name, seconds in sorted(found.phases.items(), key=lambda item: -item[1]):
+        if seconds >= 0.001 * found.iteration_s:
+            yield f"  {_PHASES.get(name, name):<30} {_s(seconds):>9} {seconds / found.iteration_s:>5.0%}"
+    yield "\nWho works"
+    for use in found.uses:
+        yield f"  {_who(use):<30} {use.utilisation:>5.0%} of the time, idle {1 - use.utilisation:.0%}"
+    if found.path:
+        parts = [f"{name} {_s(seconds)}" for name, seconds in sorted(found.path.items(), key=lambda item: -item[1])]
+        yield f"\nThe last microgroup of a rollout ({_s(found.rollout_s)}): {', '.join(parts)}"
+    yield f"\n{_bound(found)}"
+    if not found.findings:
+        yield "No single knob that verst knows of would save 4% of an iteration or more."
+        return
+    yield "What would help, each by itself"
+    for number, finding in enumerate(found.findings, start=1):
+        more = "; needs more devices" if finding.needs_devices else ""
+        yield f"  {number}. {finding.knob}: {finding.change} saves {_s(finding.gain_s)} an iteration ({finding.gain:.0%}){more}"
+        yield f"     {finding.why}"
+    yield (
+        f"Predicted by a simulation of this run, in which rollout, training and sync take {_s(found.modelled_s)} an "
+        f"iteration; in the run they took {_s(sum(found.phases[name] for name in ('wait', 'train', 'drain', 'sync')))}."
+    )
+
+
+def _bound(found: Triage) -> str:
+    use = next((use for use in found.uses if use.name == found.bottleneck), None)
+    if use is None:
+        return f"The run is bound by {_PHASES.get(found.bottleneck, found.bottleneck)}."
+    if use.name == "trainer":
+        return f"The run is bound by training: {_s(use.busy_s)} of an iteration of {_s(found.iteration_s)}."
+    work = (
+        f"{_who(use)} would need {_s(use.busy_s)} for a rollout if nothing held them up; it takes {_s(found.rollout_s)}"
+    )
+    return f"The run is bound by its rollouts, and these by {use.name}: {work}."
+
+
+def _who(use: Use) -> str:
+    names = {"engine": "engine", "parser": "parser", "trainer": "trainer"}
+    name = names.get(use.name, f"{use.name.removeprefix('reward/')} worker")
+    return f"{use.number} {name}{'' if use.number == 1 else 's'}"
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
 def spans_of(run: Path) -> list[Span]:
