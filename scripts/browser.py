@@ -39,8 +39,14 @@ def unpack() -> Path:
     debs = ROOT / "debs"
     shutil.rmtree(ROOT, ignore_errors=True)
     debs.mkdir(parents=True)
-    missing = _missing()
-    subprocess.run(["apt-get", "-q", "download", *missing], cwd=debs, check=True, stdout=subprocess.DEVNULL)
+    try:
+        _download(debs)
+    except subprocess.CalledProcessError:
+        if os.geteuid() != 0:
+            sys.exit(f"apt-get cannot get {' and '.join(PACKAGES)}: run apt-get update as root, or set VERST_BROWSER")
+        # A fresh machine has no lists of packages yet, an old one has those of files that are gone.
+        subprocess.run(["apt-get", "-q", "update"], check=True, stdout=subprocess.DEVNULL)
+        _download(debs)
     for deb in sorted(debs.glob("*.deb")):
         subprocess.run(["dpkg-deb", "-x", str(deb), str(ROOT / "root")], check=True)
     shutil.rmtree(debs)
@@ -51,16 +57,12 @@ def unpack() -> Path:
     return launcher
 
 
-def _missing() -> list[str]:
-    """The packages, and what of theirs this machine does not have."""
+def _download(folder: Path) -> None:
+    """The packages, and what of theirs this machine does not have. Raises CalledProcessError."""
     ask = ["apt-get", "install", "--simulate", "--no-install-recommends", *PACKAGES]
-    answer = subprocess.run(ask, capture_output=True, text=True)
-    if answer.returncode and os.geteuid() == 0:  # a fresh machine has no package lists yet
-        subprocess.run(["apt-get", "-q", "update"], check=True, stdout=subprocess.DEVNULL)
-        answer = subprocess.run(ask, capture_output=True, text=True)
-    if answer.returncode:
-        sys.exit(f"apt-get does not know {' and '.join(PACKAGES)}: {answer.stderr.strip()}")
-    return [line.split()[1] for line in answer.stdout.splitlines() if line.startswith("Inst ")]
+    answer = subprocess.run(ask, capture_output=True, text=True, check=True)
+    missing = [line.split()[1] for line in answer.stdout.splitlines() if line.startswith("Inst ")]
+    subprocess.run(["apt-get", "-q", "download", *missing], cwd=folder, check=True, stdout=subprocess.DEVNULL)
 
 
 def main() -> None:

@@ -49,9 +49,9 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     return run
 
 
-def client(views: list[RunView], token: str | None = None, **known: Any) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(make_app(views, token=token))
-    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", **known)
+def client(run: WrittenRun, token: str | None = None) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(make_app(Runs([run.path]), token=token))
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
 
 # --- files that grow
@@ -199,8 +199,22 @@ def test_a_window_has_every_span_that_touches_it():
     store = spans(100)
     store.add({"time_s": 1.8e9, "name": "alarm"})  # no duration: no span
     store.add({"time_s": 1.8e9 + 0.5, "name": "rollout", "duration_s": 0.25, "rollout": 0})
+    store.add(
+        {
+            "time_s": 1.8e9 + 1,
+            "name": "queue",
+            "duration_s": 0.1,
+            "lane": "engine:7",
+            "rollout": 1,
+            "group": 0,
+            "index": 0,
+        }
+    )
     everything = store.window(limit=1000)
-    assert (everything["total"], everything["sampled"]) == (301, 1)
+    assert (everything["total"], everything["sampled"]) == (302, 1)
+    assert everything["extras"][everything["columns"]["extra"][-1]] == {
+        "at": "engine:7"
+    }  # and no lane: it does not work
     assert everything["lanes"] == ["", "engine:0", "engine:1", "rollout"]
     found = store.window(500_000, 505_000, limit=1000)
     columns = found["columns"]
@@ -214,7 +228,7 @@ def test_a_window_has_every_span_that_touches_it():
     assert (columns["rollout"][row], columns["group"][row], columns["index"][row]) == (0, 12, 2)
     assert found["extras"][columns["extra"][row]] == {"batch": 50}
     assert columns["iteration"][row] == NONE
-    assert store.window(since=300, limit=1000)["columns"]["start"] == pytest.approx([500_000], abs=1)
+    assert store.window(since=300, limit=1000)["columns"]["start"] == pytest.approx([500_000, 1_000_000], abs=1)
 
 
 def test_where_there_are_too_many_lanes_are_merged_and_whole_microgroups_stay():
@@ -242,17 +256,23 @@ def test_where_there_are_too_many_lanes_are_merged_and_whole_microgroups_stay():
 
 
 @in_loop
-async def test_the_stream_tells_what_there_is_and_then_what_is_new(written):
-    views = find_runs([written.path])
-    stream = Runs(views).messages()
+async def test_the_stream_tells_what_there_is_and_then_what_is_new(written, tmp_path, monkeypatch):
+    monkeypatch.setattr("verst.dashboard.server._SEARCH_S", 0.0)
+    stream = Runs([written.path.parent]).messages()
     kind, data = await _message(stream)
-    assert (kind, data) == ("runs", {"runs": [{"number": 0, "name": "one"}]})
+    assert (kind, data) == ("runs", {"runs": [{"number": 0, "name": "one"}], "first": True})
     kind, data = await _message(stream)
-    assert kind == "run"
-    assert len(data["metrics"]) == 3
+    assert (kind, data["run"], len(data["metrics"])) == ("run", 0, 3)
     written.iterate()
     kind, data = await _message(stream)
     assert [row["iteration"] for row in data["metrics"]] == [3]
+    other = WrittenRun(tmp_path / "another")
+    kind, data = await _message(stream)
+    assert (kind, data["runs"][1], data["first"]) == ("runs", {"number": 1, "name": "another"}, False)
+    other.iterate()
+    kind, data = await _message(stream)
+    assert (kind, data["run"]) == ("run", 1)
+    other.close()
     await stream.aclose()
 
 
@@ -266,7 +286,7 @@ async def _message(stream: AsyncIterator[str]) -> tuple[str, Any]:
 
 @in_loop
 async def test_spans_groups_and_samples_are_served(written):
-    async with client(find_runs([written.path])) as http:
+    async with client(written) as http:
         found = (await http.get("/api/runs/0/spans", params={"from": 0, "to": 1000, "limit": 50})).json()
         assert {"generate", "iteration"} <= {found["names"][i] for i in found["columns"]["name"]}
         assert all(start <= 1000 for start in found["columns"]["start"])
@@ -293,7 +313,7 @@ async def test_nothing_but_samples_of_the_given_runs_can_be_read(written, tmp_pa
     secret.write_text("{}")
     (written.path / "samples" / "link.json").symlink_to(secret)
     (written.path / "samples" / "notes.txt").write_text("not a sample")
-    async with client(find_runs([written.path])) as http:
+    async with client(written) as http:
         for name in (
             "../recipe.toml",
             "%2e%2e/run.json",
@@ -313,7 +333,7 @@ async def test_nothing_but_samples_of_the_given_runs_can_be_read(written, tmp_pa
 
 @in_loop
 async def test_elsewhere_than_on_loopback_a_browser_gives_the_token_once(written):
-    async with client(find_runs([written.path]), TOKEN) as http:
+    async with client(written, TOKEN) as http:
         assert (await http.get("/api/runs/0/spans")).status_code == 401
         assert (await http.get("/api/runs/0/spans", headers={"authorization": f"Bearer {TOKEN}"})).status_code == 200
         sent = await http.get("/", headers={"accept": "text/html"})

@@ -6,15 +6,14 @@ from pathlib import Path
 
 
 def run(runs: list[Path], *, host: str, port: int, export: Path | None, max_mb: float) -> None:
-    from verst.dashboard.run import find_runs
-
-    views = find_runs(runs)
     if export is None:
         from verst.dashboard.server import serve
 
-        serve(views, host=host, port=port)
+        serve(runs, host=host, port=port)
         return
     from verst.dashboard.export import export as write
+    from verst.dashboard.run import find_runs
 
+    views = find_runs(runs)
     size = write(views, export, max_bytes=int(max_mb * 1e6))
     print(f"{export}: {size / 1e6:.1f} MB, {len(views)} run(s)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,20 +150,33 @@ class RunView:
             tail.close()
 
 
-def find_runs(paths: list[Path]) -> list[RunView]:
+def find_runs(paths: Sequence[Path]) -> list[RunView]:
     """The run folders among `paths`, and those directly in them. Raises ConfigError where there are none."""
-    found: list[Path] = []
     for path in paths:
         if not path.is_dir():
             raise ConfigError(f"{path} is no folder; give run folders, or a folder of them such as runs/")
-        inside = [path] if is_run(path) else sorted(child for child in path.iterdir() if is_run(child))
-        if not inside:
+        if not _runs_in([path]):
             raise ConfigError(f"{path} is no run folder and has none in it: there is no recipe.toml or metrics.jsonl")
-        found += inside
-    unique = list(dict.fromkeys(path.resolve() for path in found))
+    return new_runs(paths, [])
+
+
+def new_runs(paths: Sequence[Path], known: Sequence[RunView]) -> list[RunView]:
+    """Those that are there and not known yet, with the numbers that come next."""
+    there = {view.path for view in known}
+    added = [path for path in _runs_in(paths) if path not in there]
+    names = _names([*(view.path for view in known), *added])[len(known) :]
     return [
-        RunView(path, name=name, number=i) for i, (path, name) in enumerate(zip(unique, _names(unique), strict=True))
+        RunView(path, name=name, number=len(known) + i) for i, (path, name) in enumerate(zip(added, names, strict=True))
     ]
+
+
+def _runs_in(paths: Sequence[Path]) -> list[Path]:
+    found = [
+        run
+        for path in paths
+        for run in ([path] if is_run(path) else sorted(child for child in path.glob("*") if is_run(child)))
+    ]
+    return list(dict.fromkeys(path.resolve() for path in found))
 
 
 def is_run(path: Path) -> bool:

@@ -16,6 +16,7 @@ import json
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -30,12 +31,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from verst.dashboard.access import BrowserAccess
 from verst.dashboard.page import STATIC, live_page
-from verst.dashboard.run import RunView, Seen
+from verst.dashboard.run import RunView, Seen, find_runs, new_runs
 from verst.errors import ConfigError
 from verst.web.guard import Guard, check_exposed, token_from_environment
 
 POLL_S = 0.5
 """Between two looks at the files, while somebody watches."""
+_SEARCH_S = 5.0
+"""Between two looks for new runs in the folders."""
 _HEARTBEAT_S = 15.0
 MAX_SPANS = 200_000
 """That one answer has at most: all of some ten thousand microgroups."""
@@ -48,19 +51,28 @@ _POLICY = (
 class Runs:
     """The runs of one page, read again no more often than every POLL_S, whoever asks."""
 
-    def __init__(self, views: Sequence[RunView], *, closing: Callable[[], bool] = lambda: False) -> None:
-        """closing: the server is ending, and streams are to end too."""
-        self.views = list(views)
+    def __init__(self, paths: Sequence[Path], *, closing: Callable[[], bool] = lambda: False) -> None:
+        """paths: as of `find_runs`. closing: the server is ending, and streams are to end too. Raises ConfigError."""
+        self.views = find_runs(paths)
+        self._paths = list(paths)
         self._closing = closing
         self._lock = asyncio.Lock()
-        self._read_s = float("-inf")
+        self._read_s = self._searched_s = float("-inf")
 
     async def refresh(self) -> None:
         async with self._lock:
-            if time.monotonic() - self._read_s >= POLL_S:
+            now_s = time.monotonic()
+            if now_s - self._searched_s >= _SEARCH_S:
+                self.views += await asyncio.to_thread(new_runs, self._paths, self.views)
+                self._searched_s = now_s
+            if now_s - self._read_s >= POLL_S:
                 for view in self.views:
                     await asyncio.to_thread(view.refresh)
                 self._read_s = time.monotonic()
+
+    def close(self) -> None:
+        for view in self.views:
+            view.close()
 
     def of(self, request: Request) -> RunView:
         number = int(request.path_params["number"])
@@ -70,13 +82,15 @@ class Runs:
 
     async def messages(self) -> AsyncIterator[str]:
         """Server-sent events of one page, until the server ends."""
-        names = [{"number": view.number, "name": view.name} for view in self.views]
-        yield _event("runs", {"runs": names})
-        seen = [Seen() for _ in self.views]
+        seen: list[Seen] = []
         sent_s = time.monotonic()
         while not self._closing():
             await self.refresh()
-            for view, told in zip(self.views, seen, strict=True):
+            if len(seen) < len(self.views):
+                names = [{"number": view.number, "name": view.name} for view in self.views]
+                yield _event("runs", {"runs": names, "first": not seen})
+                seen += [Seen() for _ in self.views[len(seen) :]]
+            for view, told in zip(self.views, seen, strict=False):
                 message = view.news(told)
                 if message is not None:
                     yield _event("run", message)
@@ -87,11 +101,8 @@ class Runs:
             await asyncio.sleep(POLL_S)
 
 
-def make_app(
-    views: Sequence[RunView], *, token: str | None = None, closing: Callable[[], bool] = lambda: False
-) -> Starlette:
-    """token: that a client must know; None for a page on loopback. closing: as of `Runs`."""
-    runs = Runs(views, closing=closing)
+def make_app(runs: Runs, *, token: str | None = None) -> Starlette:
+    """token: that a client must know; None for a page on loopback."""
 
     async def page(_: Request) -> Response:
         return Response(live_page(), media_type="text/html")
@@ -133,23 +144,25 @@ def make_app(
     )
 
 
-def serve(views: Sequence[RunView], *, host: str, port: int) -> None:
-    """Until SIGINT or SIGTERM. Raises ConfigError for an address that cannot be listened on, or may not be."""
+def serve(paths: Sequence[Path], *, host: str, port: int) -> None:
+    """Until SIGINT or SIGTERM. Raises ConfigError where there are no runs, and for an address that cannot be listened
+    on, or may not be."""
     token = token_from_environment()
     check_exposed(host, token, key="--host")
+    runs = Runs(paths, closing=lambda: server.should_exit)
     sock = _bind(host, port)
     number = sock.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
-    print(f"{len(views)} run(s) at http://{shown}:{number}/  (Ctrl-C ends)", flush=True)
-    app = make_app(views, token=token, closing=lambda: server.should_exit)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+    print(f"{len(runs.views)} run(s) at http://{shown}:{number}/  (Ctrl-C ends)", flush=True)
+    server = uvicorn.Server(
+        uvicorn.Config(make_app(runs, token=token), log_level="warning", timeout_graceful_shutdown=5)
+    )
     try:
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[sock])
     finally:
         sock.close()
-        for view in views:
-            view.close()
+        runs.close()
 
 
 class _SecurityHeaders:

@@ -21,6 +21,8 @@ _KNOWN = {"time_s", "name", "duration_s", "lane", *_NUMBERS}
 _COLUMNS: dict[str, str] = {"start": "d", "us": "d", "lane": "i", "name": "i", "extra": "i"} | dict.fromkeys(
     _NUMBERS, "i"
 )
+_BEFORE_WORK = {"request", "queue"}
+"""Spans on a lane in which that engine does not work for the microgroup yet, or not only: they are the microgroup's."""
 _PIXELS = 4000
 """Gaps narrower than this part of a window are not drawn, where spans must be merged."""
 
@@ -60,9 +62,12 @@ class SpanStore:
         if self.origin_s is None:
             self.origin_s = event["time_s"]
         extra = {key: value for key, value in event.items() if key not in _KNOWN}
+        lane = event.get("lane")
+        if event["name"] in _BEFORE_WORK:
+            extra, lane = {"at": lane, **extra}, None
         numbers = {name: NONE if event.get(name) is None else int(event[name]) for name in _NUMBERS}
         # What is of no single microgroup and of nobody, such as a whole rollout, has a lane of its own.
-        lane = event.get("lane") or ("" if numbers["index"] != NONE else str(event["name"]))
+        lane = lane or ("" if numbers["index"] != NONE else str(event["name"]))
         row = {
             "start": (event["time_s"] - self.origin_s) * 1e6,
             "us": event["duration_s"] * 1e6,

@@ -2,6 +2,8 @@
 
 const NONE = -2;
 const KINDS = ["driver", "trainer", "engine", "parser", "reward", "rollout", "filter"];
+/** What a lane has and does no work in. */
+const WAITS = /wait|drain|^iteration$/;
 const STAGES = new Set(["generate", "deserialize", "reward"]);
 
 /** Every span there is: grows with `add`, is put in order by `lanes`. */
@@ -22,6 +24,7 @@ export class Spans {
     this.whole = answer.whole;
     Object.assign(this.extras, answer.extras);
     const c = answer.columns;
+    const waits = answer.names.map((name) => WAITS.test(name));
     for (let i = 0; i < c.start.length; i++) {
       const span = {
         start: c.start[i],
@@ -34,6 +37,7 @@ export class Spans {
         iteration: c.iteration[i],
         extra: c.extra[i],
         count: c.count[i],
+        waits: waits[c.name[i]],
       };
       if (span.lane === "") this.addStage(span);
       else if (this.lanesOf.has(span.lane)) this.lanesOf.get(span.lane).push(span);
@@ -56,7 +60,8 @@ export class Spans {
         spans.sort((a, b) => a.start - b.start || b.end - a.end);
         let latest = -Infinity;
         const ends = spans.map((span) => (latest = Math.max(latest, span.end)));
-        return { name, kind: kindOf(name), spans, ends };
+        // What is of nobody, such as a whole rollout, is never idle.
+        return { name, kind: kindOf(name), works: name.includes(":"), spans, ends };
       })
       .sort((a, b) => rank(a) - rank(b) || a.name.localeCompare(b.name, undefined, { numeric: true }));
     return this.order;
@@ -142,6 +147,7 @@ export function idle(lane, from, to, least) {
   let quiet = 0;
   for (let i = first; i < end; i++) {
     const span = lane.spans[i];
+    if (span.waits) continue;
     if (span.start > at) {
       quiet += span.start - at;
       if (span.start - at > least) gaps.push([at, span.start]);

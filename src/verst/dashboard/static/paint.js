@@ -20,7 +20,7 @@ const TEXT_WIDTH = 46;
 
 /** [label, names of spans, one of them]: what has one colour. */
 export const COLOURS = [
-  ["generate, denoise", ["generate", "request", "denoise", "rollout"], "--c0"],
+  ["generate, denoise", ["generate", "denoise", "rollout", "request"], "--c0"],
   ["encode, evaluate", ["encode", "evaluate"], "--c6"],
   ["decode, advantages", ["decode", "advantages"], "--c2"],
   ["deserialize, parse", ["deserialize", "parse"], "--c3"],
@@ -179,13 +179,7 @@ export class Painter {
     const height = lane.depth * BAR;
     const scale = this.plotWidth / (this.to - this.from);
     const { busy, gaps } = idle(lane, this.from, this.to, LEAST_GAP / scale);
-    context.fillStyle = this.hatch;
-    for (const [start, end] of gaps) context.fillRect(this.x(start), y, (end - start) * scale, height);
-    context.fillStyle = this.colours["--muted"];
-    for (const [start, end] of gaps) {
-      const text = time(end - start);
-      if ((end - start) * scale > TEXT_WIDTH + 14) this.label(text, (this.x(start) + this.x(end)) / 2, y + height / 2 + 4);
-    }
+    if (lane.works) this.gaps(gaps, y, height, scale);
     const [first, last] = touching(lane, this.from, this.to);
     this.bars(lane.spans, first, last, (span) => y + span.depth * BAR, BAR - 1);
     context.fillStyle = this.colours["--card"];
@@ -194,8 +188,18 @@ export class Painter {
     context.fillText(lane.name, 8, y + 9, GUTTER - 58);
     context.fillStyle = this.colours["--muted"];
     context.textAlign = "right";
-    context.fillText(`${Math.round(100 * busy)} %`, GUTTER - 10, y + 9);
+    if (lane.works) context.fillText(`${Math.round(100 * busy)} %`, GUTTER - 10, y + 9);
     context.textAlign = "left";
+  }
+
+  gaps(gaps, y, height, scale) {
+    const { context } = this;
+    context.fillStyle = this.hatch;
+    for (const [start, end] of gaps) context.fillRect(this.x(start), y, (end - start) * scale, height);
+    for (const [start, end] of gaps) {
+      const text = time(Number((end - start).toPrecision(3)));
+      if ((end - start) * scale > TEXT_WIDTH + 14) this.label(text, (this.x(start) + this.x(end)) / 2, y + height / 2 + 4);
+    }
   }
 
   label(text, x, y) {
@@ -251,7 +255,7 @@ export class Painter {
     const base = this.to - this.from < Math.abs(this.from) / 100 ? marks[0] : 0;
     for (const at of marks) {
       if (this.x(at) < GUTTER) continue;
-      const text = !base ? time(at) : at === base ? `at ${(at / 1e6).toFixed(6)} s` : `+${time(at - base)}`;
+      const text = !base ? clock(at, marks[1] - marks[0]) : at === base ? `at ${(at / 1e6).toFixed(6)} s` : `+${time(at - base)}`;
       context.fillText(text, Math.max(this.x(at), GUTTER + (at === base && base ? 40 : 0)), 15);
       context.fillRect(this.x(at), RULER - 4, 1, 4);
     }
@@ -293,6 +297,15 @@ function timeTicks(from, to, count) {
   const found = [];
   for (let at = Math.ceil(from / (step * 1e6)); at * step * 1e6 <= to; at++) found.push(at * step * 1e6);
   return found;
+}
+
+/** 95.5 s, 3:28, 1:02:03; as many decimals as marks so far apart need. */
+function clock(us, step) {
+  const decimals = step < 1e6 ? Math.ceil(-Math.log10(step / 1e6)) : 0;
+  if (us < 60e6) return time(Number(us.toPrecision(9)));
+  const [hours, minutes] = [Math.floor(us / 3600e6), Math.floor(us / 60e6) % 60];
+  const seconds = ((us / 1e6) % 60).toFixed(decimals).padStart(decimals ? decimals + 3 : 2, "0");
+  return hours ? `${hours}:${String(minutes).padStart(2, "0")}:${seconds}` : `${minutes}:${seconds}`;
 }
 
 function inner(span) {

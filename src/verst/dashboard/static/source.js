@@ -11,7 +11,7 @@ class Live {
   /** on: {runs, run, connection}, called with what the server says. */
   listen(on) {
     const stream = new EventSource("/api/stream");
-    stream.addEventListener("runs", (event) => on.runs(JSON.parse(event.data).runs));
+    stream.addEventListener("runs", (event) => on.runs(JSON.parse(event.data)));
     stream.addEventListener("run", (event) => on.run(JSON.parse(event.data)));
     stream.addEventListener("open", () => on.connection("live"));
     stream.addEventListener("error", () => on.connection("the server does not answer; trying again"));
@@ -54,7 +54,7 @@ class Exported {
   }
 
   listen(on) {
-    on.runs(this.data.runs);
+    on.runs({ runs: this.data.runs, first: true });
     for (const message of this.data.messages) on.run(message);
     on.connection(this.data.note);
   }

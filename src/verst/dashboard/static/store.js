@@ -63,6 +63,9 @@ export class Run {
   }
 }
 
+/** More runs than this are not ticked by themselves. */
+const MOST_SHOWN = 4;
+
 export class Store extends EventTarget {
   runs = [];
   shown = new Set();
@@ -71,12 +74,17 @@ export class Store extends EventTarget {
   listenTo(source) {
     this.source = source;
     source.listen({
-      runs: (runs) => {
-        if (runs.length === this.runs.length && runs.every((run, i) => run.name === this.runs[i].name)) {
-          for (const run of this.runs) run.forget();
-        } else {
-          this.runs = runs.map((run) => new Run(run));
-          this.shown = new Set(runs.slice(0, 4).map((run) => run.number));
+      runs: ({ runs, first }) => {
+        // A server that answers again tells everything again, and may be another one.
+        const same = this.runs.every((run, i) => run.name === runs[i]?.name);
+        if (!same) {
+          this.runs = [];
+          this.shown.clear();
+        }
+        if (first) for (const run of this.runs) run.forget();
+        for (const run of runs.slice(this.runs.length)) {
+          this.runs.push(new Run(run));
+          if (this.runs.length <= MOST_SHOWN) this.shown.add(run.number);
         }
         this.tell("runs");
       },

@@ -227,7 +227,7 @@ class Panel {
   fillTable() {
     if (!this.table.open || !this.overview) return;
     const [from, to] = this.view.range;
-    const rows = this.spans.lanes().map((lane) => {
+    const rows = this.spans.lanes().filter((lane) => lane.works).map((lane) => {
       const { busy, gaps } = idle(lane, from, to, 0);
       const longest = gaps.reduce((most, gap) => Math.max(most, gap[1] - gap[0]), 0);
       return [lane.name, `${(100 * busy).toFixed(1)} %`, time(longest)];
