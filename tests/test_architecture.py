@@ -157,6 +157,69 @@ def test_importing_a_light_package_loads_nothing_heavy(name):
     assert done.stdout.strip() == ""
 
 
+RUNS_CODE = ("pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
+"""Modules whose readers run what the writer wrote."""
+MAY_NAME = {"pickle.UnpicklingError"}
+"""An exception that torch.load(weights_only=True) raises."""
+OBJECT_COLLECTIVES = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"}
+"""torch.distributed's pickles."""
+AMONG_TRAINER_RANKS = {"verst/trainer/checkpoint.py"}
+"""torch.distributed.checkpoint itself sends objects among the same ranks."""
+
+
+def test_nothing_that_is_read_can_run_code():
+    """Files and bodies are data: no pickle, no eval, torch.load and numpy.load only in their safe forms."""
+    wrong = [
+        f"{place(path, line)}: imports {name}"
+        for path, line, name, _ in all_imports()
+        if name not in MAY_NAME and any(_is(name, module) for module in RUNS_CODE)
+    ]
+    for path in sources():
+        among_ranks = place(path, 0)[:-2] in AMONG_TRAINER_RANKS
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func)
+            options = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            if (
+                name in ("eval", "exec")
+                or (name == "torch.load" and options.get("weights_only") != "True")
+                or options.get("allow_pickle", "False") != "False"
+                or options.get("trust_remote_code", "False") != "False"
+                or name.endswith(("yaml.load", "unsafe_load"))
+                or (name.rsplit(".", 1)[-1] in OBJECT_COLLECTIVES and not among_ranks)
+            ):
+                wrong.append(f"{place(path, node.lineno)}: {name}({', '.join(options)})")
+    assert wrong == []
+
+
+def test_every_service_stands_behind_the_guard_and_asks_before_it_listens():
+    """Who builds an application puts the guard into it; who listens has checked whether it may."""
+    applications, listeners = [], []
+    for path in sources():
+        text = path.read_text()
+        if "Starlette(routes" in text.replace("(\n", "(").replace("( ", "(") and "Middleware(Guard" not in text:
+            applications.append(place(path, 1))
+        if ("uvicorn.Config(" in text or "listen(" in text) and package(path) != "web" and "check_exposed(" not in text:
+            listeners.append(place(path, 1))
+    assert (applications, listeners) == ([], [])
+
+
+def test_no_token_is_an_option_or_a_field():
+    """A token on a command line is in the list of processes, one in a recipe in the run folder."""
+    words = ("token", "password", "secret", "api_key")
+    fields = [
+        f"{place(path, node.lineno)}: {name}"
+        for path in sources()
+        if package(path) in ("cli", "config")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.arg | ast.AnnAssign)
+        and (name := node.arg if isinstance(node, ast.arg) else ast.unparse(node.target))
+        and any(word in name.lower().split("_") or word == name.lower() for word in words)
+    ]
+    assert fields == []
+
+
 def test_files_are_small():
     lengths = {place(path, 1): len(path.read_text().splitlines()) for path in sources()}
     assert {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES} == {}

@@ -34,7 +34,7 @@ from verst.weights.transports import ShmSender
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[EngineServer]:  # noqa: F811
-    server = EngineServer(folder)
+    server = EngineServer(folder, files=None)
     server.start()
     server.wait_ready(60)
     yield server

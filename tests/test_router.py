@@ -39,7 +39,10 @@ PIECE = 64 * 2**10
 async def test_an_answer_passes_as_it_is() -> None:
     engine = FakeEngine(7)
     pieces = [os.urandom(n) for n in (1, 100_000, 3, 700_000)]
-    engine.answer, engine.answer_headers = pieces, {"content-encoding": "zstd", "verst-raw-bytes": "99"}
+    engine.answer, engine.answer_headers = (
+        pieces,
+        {"content-encoding": "zstd", "verst-raw-bytes": "99", "server-timing": "total;dur=1"},
+    )
     async with scene(engine) as s:
         asked = {"prompt": "ä", "seeds": [1]}
         async with s.http.stream("POST", "/rollout/generate", json=asked, headers={"accept-encoding": "zstd"}) as got:
@@ -49,6 +52,7 @@ async def test_an_answer_passes_as_it_is() -> None:
             ("content-type", "application/msgpack"),
             ("content-encoding", "zstd"),
             ("verst-raw-bytes", "99"),
+            ("server-timing", "total;dur=1"),
             ("verst-weight-version", "7"),
         ):
             assert got.headers[name] == value

@@ -38,6 +38,7 @@ from verst.obs.loop_lag import LoopLag
 from verst.rollout.pipeline import ScoredMicrogroup, assemble
 from verst.rollout.plan import MicrogroupTask
 from verst.types import Microgroup, SampleKey, Scores, stack_rows
+from verst.weights.block import SharedBlock
 
 DTYPES = [
     torch.float32,
@@ -216,10 +217,14 @@ def test_who_writes_into_an_answer_changes_his_own_copy_alone() -> None:
 
 def test_a_handle_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x" * 10_000)
-    with pytest.raises(EngineError, match="of another answer"):
+    with pytest.raises(EngineError, match=r"cannot be opened .it is no block of ours"):
         open_block(BlockHandle(str(tmp_path / "file"), "00" * 16, 1, 100))
+    other = SharedBlock(10_000)
+    with pytest.raises(EngineError, match="of another answer"):
+        open_block(BlockHandle(other.handle, "00" * 16, 1, 100))
     with pytest.raises(EngineError, match="announced were 104096"):
-        open_block(BlockHandle(str(tmp_path / "file"), "00" * 16, 1, 100_000))
+        open_block(BlockHandle(other.handle, "00" * 16, 1, 100_000))
+    other.close()
     with pytest.raises(EngineError, match=r'rollout\.transport = "msgpack"'):
         open_block(BlockHandle("/proc/1/fd/none", "00" * 16, 1, 100))
     assert handle_of(torch.zeros(3)) is None

@@ -201,6 +201,9 @@ def serve(
     max_batch: Annotated[int, typer.Option(help="Samples of one batch.")] = 64,
     queue_size: Annotated[int, typer.Option(help="Requests that may wait.")] = 64,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 = all cores.")] = 0,
+    files: Annotated[
+        list[Path] | None, typer.Option(help="Folder whose files requests may name (images, weights); once for each.")
+    ] = None,
 ) -> None:
     """Serve a model over SGLang-Diffusion's rollout contract."""
     from verst.cli import models
@@ -215,6 +218,7 @@ def serve(
         max_batch=max_batch,
         queue_size=queue_size,
         threads=threads,
+        files=files or (),
     )
 
 

@@ -84,6 +84,7 @@ class EngineActor(Process):
             shared_bytes=0 if recipe.rollout.transport == "msgpack" else recipe.rollout.shared_bytes,
             meeting=None if self._store is None else _meeting(recipe, self._store, rank=0),
             token=self._token,
+            files=None,
         )
         self._server.start()
         self._server.wait_ready(timeout_s)

@@ -6,13 +6,13 @@ import asyncio
 import base64
 import binascii
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import safetensors
 import safetensors.torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -22,6 +22,17 @@ from starlette.types import StatelessLifespan
 
 from verst.engine.batching import Batcher, Expired, OtherWeights
 from verst.engine.blocks import BlockPool
+from verst.engine.bodies import (
+    Checksums,
+    DiskUpdate,
+    ManifestBody,
+    PromptCheck,
+    Release,
+    RequestCheck,
+    TensorCheck,
+    TensorUpdate,
+)
+from verst.engine.files import check_files
 from verst.engine.images import ConditionImages
 from verst.engine.request import GenerateRequest, explain
 from verst.engine.resolve import resolve
@@ -43,68 +54,14 @@ LIMITS = Limits(
 """Prompts of a whole run are checked at once, and weights may come in a request."""
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class DiskUpdate(_Body):
-    model_path: Path
-    """A local diffusers folder."""
-    flush_cache: bool = True
-    """Accepted for the contract's sake; whatever depends on weights is always dropped."""
-    target_modules: list[str] | None = None
-    """None = the transformer."""
-    weight_version: int | None = None
-    """None = one more than before."""
-
-
-class TensorUpdate(_Body):
-    serialized_named_tensors: list[str]
-    """Base64 of safetensors files."""
-    load_format: str | None = None
-    target_modules: list[str] | None = None
-    weight_version: int | None = None
-
-
-class TensorCheck(_Body):
-    target_module: str
-    expected_named_tensors_sha256: dict[str, str]
-
-
-class Checksums(_Body):
-    module_names: list[str] | None = None
-
-
-class Release(_Body):
-    keep: Literal["all", "others"] = "all"
-    """others: the transformer's weights are given up, and the next update brings all of them."""
-
-
-class ManifestBody(_Body):
-    """`verst.weights.manifest.Manifest`."""
-
-    version: int
-    finetune: dict[str, Any]
-    transport: str
-    endpoint: dict[str, Any]
-    buckets: list[dict[str, Any]]
-    digest: str
-
-
-class PromptCheck(_Body):
-    prompts: list[str]
-    max_sequence_length: int | None = None
-
-
-class RequestCheck(_Body):
-    requests: list[GenerateRequest]
-
-
 class Endpoints:
     """Handlers over one batcher. `info` is what /server_info says besides counters; `pool` what answers may lie in."""
 
-    def __init__(self, batcher: Batcher, info: dict[str, Any], pool: BlockPool | None) -> None:
+    def __init__(
+        self, batcher: Batcher, info: dict[str, Any], pool: BlockPool | None, files: Sequence[Path] | None
+    ) -> None:
         self._batcher = batcher
+        self._files = files
         self._info = info
         self._pool = pool
 
@@ -112,6 +69,7 @@ class Endpoints:
         watch = Stopwatch()
         body = await request.body()
         record = GenerateRequest.model_validate_json(body)
+        check_files(record.merged().image_path or (), self._files, field="image_path")
         accepted = Accepted.of(request.headers)
         encode = functools.partial(ship, accepted=accepted, pool=self._pool)
         terms = Terms.of(request.headers)
@@ -152,6 +110,7 @@ class Endpoints:
 
     async def update_from_disk(self, request: Request) -> Response:
         body = DiskUpdate.model_validate_json(await request.body())
+        check_files([body.model_path], self._files, field="model_path")
         modules = body.target_modules or ["transformer"]
         number = await self._batcher.control(
             lambda worker: worker.update_from_folder(body.model_path, modules=modules, version=body.weight_version)
@@ -181,6 +140,8 @@ class Endpoints:
 
     async def update_from_manifest(self, request: Request) -> Response:
         body = ManifestBody.model_validate_json(await request.body())
+        if body.transport == "disk":
+            check_files([bucket.handle for bucket in body.buckets], self._files, field="buckets.handle")
         manifest = cast(Manifest, body.model_dump())
         certificate = await self._batcher.control(lambda worker: worker.update_from_manifest(manifest))
         return self._updated(f"weights taken by {body.transport}", certificate=dict(certificate))
@@ -258,10 +219,11 @@ def create_app(
     info: dict[str, Any],
     pool: BlockPool | None,
     token: str | None,
+    files: Sequence[Path] | None,
     lifespan: StatelessLifespan[Starlette],
 ) -> Starlette:
-    """The engine's application. token: that clients must know; None on loopback alone."""
-    e = Endpoints(batcher, info, pool)
+    """The engine's application. token: that clients must know; None on loopback alone. files: see EngineServer."""
+    e = Endpoints(batcher, info, pool, files)
     posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/rollout/generate": e.generate,
         "/rollout/check_prompts": e.check_prompts,

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from verst.errors import EngineError
-from verst.weights.block import SharedBlock
+from verst.weights.block import SharedBlock, open_handle
 
 HEADER_BYTES = 4096
 """A page in front of the data, which stays page-aligned."""
@@ -316,7 +316,7 @@ def _forget(key: tuple[str, int], start: int, memory: weakref.ref[mmap.mmap]) ->
 def _map(handle: BlockHandle) -> mmap.mmap:
     gone = f"the shared memory {handle.path} of an answer"
     try:
-        fd = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_handle(handle.path, os.O_RDWR)
     except OSError as error:
         raise _unopened(gone, error) from error
     try:

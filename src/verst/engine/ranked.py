@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from verst.engine.worker import Worker
 from verst.errors import EngineError, SyncError
 from verst.families import recognise
 from verst.flow.determinism import make_deterministic
-from verst.types import Conditioning, Latents
+from verst.types import Conditioning, Geometry, Latents
 from verst.weights.manifest import Certificate, Manifest
 from verst.weights.receive import WeightReceiver
 
@@ -79,7 +80,10 @@ class LeadWorker(Worker):
         rows = pack_rows("positive", conditioning.positive) | pack_rows("negative", conditioning.negative)
         with self._together():
             self._ranks.call(
-                "condition", rows, geometry=conditioning.geometry, has_negative=conditioning.negative is not None
+                "condition",
+                rows,
+                geometry=None if conditioning.geometry is None else asdict(conditioning.geometry),
+                has_negative=conditioning.negative is not None,
             )
         return conditioning
 
@@ -94,7 +98,9 @@ class LeadWorker(Worker):
     ) -> Latents:
         tensors = pack_rows("latents", x) | pack_rows("sigmas", sigmas)
         with self._together():
-            self._ranks.call("forward", tensors, guidance=guidance, rows=None if rows is None else rows.tolist())
+            self._ranks.call(
+                "forward", tensors, guidance=asdict(guidance), rows=None if rows is None else rows.tolist()
+            )
             return super()._velocity(x, sigmas, conditioning, guidance, rows=rows)
 
     def _update(self, updates: Sequence[Any], *, complete: bool, version: int | None) -> int:
@@ -164,7 +170,7 @@ class Follower:
         self._conditioning = Conditioning(
             positive=unpack_rows("positive", call.tensors),
             negative=unpack_rows("negative", call.tensors) if call.values["has_negative"] else None,
-            geometry=call.values["geometry"],
+            geometry=None if call.values["geometry"] is None else Geometry(**call.values["geometry"]),
         )
 
     @torch.no_grad()
@@ -174,7 +180,8 @@ class Follower:
         if rows is not None:
             conditioning = conditioning.rows(torch.tensor(rows, device=self._device))
         latents, sigmas = (unpack_rows(kind, call.tensors) for kind in ("latents", "sigmas"))
-        guided_velocity(self._components, latents, sigmas, conditioning, call.values["guidance"])
+        guidance = Guidance(**call.values["guidance"])
+        guided_velocity(self._components, latents, sigmas, conditioning, guidance)
 
     def _receive(self, call: Call) -> None:
         try:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import msgpack
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -50,7 +51,7 @@ class Call(NamedTuple):
 
     name: str
     values: dict[str, Any]
-    """Picklable, without tensors."""
+    """What msgpack carries."""
     tensors: dict[str, Tensor]
     """On this rank's device."""
 
@@ -95,17 +96,18 @@ class EngineRanks:
     def call(self, name: str, tensors: Mapping[str, Tensor] | None = None, **values: Any) -> None:
         """Rank 0: `next_call` of all others returns this."""
         sent = {key: value.to(self._device).contiguous() for key, value in (tensors or {}).items()}
-        shapes = {key: (value.dtype, tuple(value.shape)) for key, value in sent.items()}
-        dist.broadcast_object_list([(name, values, shapes)], src=0, group=self._control)
+        shapes = {key: (str(value.dtype).removeprefix("torch."), list(value.shape)) for key, value in sent.items()}
+        self._say((name, values, shapes))
         for value in sent.values():
             dist.broadcast(value, src=0)
 
     def next_call(self) -> Call:
         """Another rank: wait for rank 0. Raises RuntimeError when it is gone."""
-        header: list[Any] = [None]
-        dist.broadcast_object_list(header, src=0, group=self._control)
-        name, values, shapes = header[0]
-        tensors = {key: torch.empty(shape, dtype=dtype, device=self._device) for key, (dtype, shape) in shapes.items()}
+        name, values, shapes = self._hear()
+        tensors = {
+            key: torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+            for key, (dtype, shape) in shapes.items()
+        }
         for value in tensors.values():
             dist.broadcast(value, src=0)
         return Call(name, values, tensors)
@@ -120,8 +122,7 @@ class EngineRanks:
             own = receiver.apply(manifest)
         except SyncError as error:
             own = str(error)
-        said: list[Any] = [None] * self.size
-        dist.all_gather_object(said, own, group=self._control)
+        said = self._all_say(own)
         if not isinstance(own, str) and all(verdict == own for verdict in said):
             return own
         refusals = {rank: verdict for rank, verdict in enumerate(said) if isinstance(verdict, str)}
@@ -134,6 +135,40 @@ class EngineRanks:
 
     def leave(self) -> None:
         dist.destroy_process_group()
+
+    def _say(self, message: Any) -> None:
+        """Rank 0, to all others. msgpack and not torch's own way of sending objects, which is pickle."""
+        data = _packed(message)
+        dist.broadcast(torch.tensor([len(data)]), src=0, group=self._control)
+        dist.broadcast(data, src=0, group=self._control)
+
+    def _hear(self) -> Any:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, src=0, group=self._control)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, src=0, group=self._control)
+        return _unpacked(data)
+
+    def _all_say(self, message: Any) -> list[Any]:
+        """What each rank says, by rank."""
+        data = _packed(message)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._control)
+        most = max(int(size) for size in sizes)
+        padded = torch.zeros(most, dtype=torch.uint8)
+        padded[: len(data)] = data
+        said = [torch.empty(most, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(said, padded, group=self._control)
+        return [_unpacked(data[: int(size)]) for data, size in zip(said, sizes, strict=True)]
+
+
+def _packed(message: Any) -> Tensor:
+    """[n] uint8."""
+    return torch.frombuffer(bytearray(msgpack.packb(message)), dtype=torch.uint8)
+
+
+def _unpacked(data: Tensor) -> Any:
+    return msgpack.unpackb(data.numpy().tobytes())
 
 
 def pack_rows(prefix: str, rows: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

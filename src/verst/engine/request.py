@@ -9,10 +9,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from verst.errors import RequestError
 
-Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Count = Annotated[int, Field(gt=0)]
-Steps = tuple[Annotated[int, Field(ge=0)], ...]
-Scale = Annotated[float, Field(ge=0.0)]
+# Strict, since true is no number here.
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
+Count = Annotated[int, Field(gt=0, le=2**14, strict=True)]
+Steps = tuple[Annotated[int, Field(ge=0, le=2**14, strict=True)], ...]
+Scale = Annotated[float, Field(ge=0.0, strict=True)]
+Positive = Annotated[float, Field(gt=0.0, strict=True)]
+Text = Annotated[str, Field(max_length=2**16)]
+MOST_SAMPLES = 2**12
+MOST_PIXELS = 2**32
+"""Of all samples of a request: 64 clips of 121 frames of 768 x 704 have fewer. More would end the engine, or its machine."""
 
 _EXTRA_NAMES = {"flow_shift": "sigma_shift"}
 """SGLang's sampling parameter -> our field, where the names differ."""
@@ -24,9 +30,9 @@ class GenerateRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
-    prompt: str | None = None
+    prompt: Text | None = None
     """The prompt of all samples; give either this or `prompts`."""
-    negative_prompt: str | None = None
+    negative_prompt: Text | None = None
     """Only read with guidance; None = the model's default."""
     seed: Seed | None = None
     """Sample i gets seed + i, unless `seeds` says otherwise."""
@@ -42,7 +48,7 @@ class GenerateRequest(BaseModel):
     true_cfg_scale: Scale | None = None
     """Wins over guidance_scale where set."""
     num_frames: Count | None = None
-    fps: Annotated[float, Field(gt=0.0)] | None = None
+    fps: Positive | None = None
     rollout: bool = True
     """False: plain sampling; only the media come back."""
     rollout_sde_type: Literal["sde", "cps", "dance", "ode"] = "sde"
@@ -67,11 +73,11 @@ class GenerateRequest(BaseModel):
     extra_sampling_params: dict[str, Any] | None = None
     """Merged over the other parameters; names as here or as SGLang's."""
 
-    seeds: Annotated[tuple[Seed, ...], Field(min_length=1)] | None = None
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=MOST_SAMPLES)] | None = None
     """One a sample."""
-    initial_seeds: Annotated[tuple[Seed, ...], Field(min_length=1)] | None = None
+    initial_seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=MOST_SAMPLES)] | None = None
     """One a sample: the initial latent comes from this seed, step noise from the sample's own."""
-    prompts: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    prompts: Annotated[tuple[Text, ...], Field(min_length=1, max_length=MOST_SAMPLES)] | None = None
     """One a sample, for batches of unlike prompts."""
     rollout_storage_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Latents are rounded to this, and the rounded value is fed on and scored."""
@@ -85,7 +91,7 @@ class GenerateRequest(BaseModel):
     rollout_share_prefix: bool = False
     """The samples have one prompt and one initial latent: the steps before the first stochastic one are computed once.
     """
-    sigma_shift: Annotated[float, Field(gt=0.0)] | None = None
+    sigma_shift: Positive | None = None
     """Shift of the sigma grid; None = the checkpoint's own."""
     max_sequence_length: Count | None = None
     """Tokens of the long text encoder."""
@@ -113,6 +119,15 @@ class GenerateRequest(BaseModel):
             lengths["num_outputs_per_prompt"] = self.num_outputs_per_prompt
         if len(set(lengths.values())) > 1:
             raise ValueError(f"numbers of samples disagree: {', '.join(f'{k}: {n}' for k, n in lengths.items())}")
+        samples = max(self.num_samples, self.num_outputs_per_prompt or 1)
+        if samples > MOST_SAMPLES:
+            raise ValueError(f"num_outputs_per_prompt = {samples}: a request makes at most {MOST_SAMPLES}")
+        pixels = samples * (self.height or 1) * (self.width or 1) * (self.num_frames or 1)
+        if pixels > MOST_PIXELS:
+            raise ValueError(
+                f"{samples} samples of height x width x num_frames = {self.height} x {self.width} x {self.num_frames} are "
+                f"{pixels} pixels, a request makes at most {MOST_PIXELS}"
+            )
         if self.seed is not None and self.seeds is not None and self.seeds[0] != self.seed:
             raise ValueError(f"seed = {self.seed} is not seeds[0] = {self.seeds[0]}; leave one out")
         for name in ("rollout_sde_step_indices", "rollout_return_step_indices"):

@@ -57,16 +57,18 @@ class EngineServer:
         shared_bytes: int = 4 * 2**30,
         meeting: Meeting | None = None,
         token: str | None = None,
+        files: Sequence[Path] | None = (),
     ) -> None:
         """port 0 takes any free one; threads 0 leaves torch's number as it is. loan: see Worker.
 
-        token: what clients must know; without one the server listens on loopback alone, or raises ConfigError.
+        token: what clients must know; without one the server listens on loopback alone, or raises ConfigError. files:
+        folders that requests may name files of; None = any, where the one client is the process that started this.
 
         shared_bytes: most shared memory for answers to clients of this host; 0 = none. meeting: of an engine of several
         ranks, of which this is the first.
         """
         check_exposed(host, token, key="engine.host")
-        self._token = token
+        self._token, self._files = token, files
         self._folder, self._dtype, self._device = folder, dtype, torch.device(device)
         self._fp32_modules = fp32_modules
         self._compiled = compiled
@@ -192,7 +194,7 @@ class EngineServer:
             task.cancel()
             await asyncio.wait({task})
 
-        return create_app(batcher, info=info, pool=self._pool, token=self._token, lifespan=lifespan)
+        return create_app(batcher, info=info, pool=self._pool, token=self._token, files=self._files, lifespan=lifespan)
 
     def _load(self) -> Worker:
         if self._threads > 0:

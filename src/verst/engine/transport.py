@@ -107,12 +107,12 @@ async def receive(response: httpx.Response, pool: BlockPool | None) -> Answer:
     """
     if response.headers.get("content-type", "").startswith(SHARED):
         body = await response.aread()
-        return Answer(body=body, shared=open_block(BlockHandle(*json.loads(response.headers[_BLOCK]))))
+        return Answer(body=body, shared=open_block(_handle(response.headers.get(_BLOCK, ""))))
     codec = response.headers.get("content-encoding")
     announced = response.headers.get("content-length" if codec is None else _RAW_BYTES)
     if announced is None:
         return Answer(body=await response.aread())
-    buffer = _Buffer(int(announced), pool)
+    buffer = _Buffer(_length(announced), pool)
     try:
         if codec is None:
             async for piece in response.aiter_raw():
@@ -123,6 +123,22 @@ async def receive(response: httpx.Response, pool: BlockPool | None) -> Answer:
         return Answer(body=buffer.whole())
     finally:
         buffer.drop()
+
+
+def _handle(text: str) -> BlockHandle:
+    try:
+        path, block, generation, nbytes = json.loads(text)
+    except (ValueError, TypeError) as error:
+        raise EngineError(f"an engine's answer names no block of shared memory: {text[:100]!r}") from error
+    if not (isinstance(path, str) and isinstance(block, str) and type(generation) is type(nbytes) is int):
+        raise EngineError(f"an engine's answer names no block of shared memory: {text[:100]!r}")
+    return BlockHandle(path, block, generation, nbytes)
+
+
+def _length(text: str) -> int:
+    if not text.isdecimal() or len(text) > 15:
+        raise EngineError(f"an engine announced an answer of {text[:100]!r} bytes")
+    return int(text)
 
 
 class _Buffer:

@@ -107,5 +107,5 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     with tempfile.TemporaryDirectory(prefix="verst-replay-") as scratch:
         whole = Path(scratch) / "all.pt"
         dcp_to_torch_save(folder / "tensors", whole)
-        tensors: dict[str, Tensor] = torch.load(whole)
+        tensors: dict[str, Tensor] = torch.load(whole, weights_only=True)
     return tensors

@@ -60,7 +60,7 @@ class Broadcaster:
 
     async def send(self, path: str, body: bytes) -> dict[str, Any]:
         """What all engines in service answer. Raises RequestError where all refuse, Unequal, EngineError for none."""
-        if body:
+        if body or path in UPDATES:
             record_of(body)
         async with self._one_at_a_time:
             members = self._pool.begin_update()

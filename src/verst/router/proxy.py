@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import httpx
 
-from verst.errors import EngineError
+from verst.errors import EngineError, RequestError
 from verst.router.dispatch import Dispatcher
 from verst.router.metrics import Metrics
 from verst.router.pool import Member, Pool, Shape
@@ -114,6 +114,9 @@ class Proxy:
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             kept = True
             return self._lost(ask, member, "refused", f"cannot be reached: {explain(error)}")
+        except httpx.LocalProtocolError as error:
+            # The request could not be written: no fault of an engine.
+            raise RequestError(f"the request's headers cannot be passed on: {error}") from error
         except httpx.TransportError as error:
             kept = True
             return self._lost(ask, member, "lost", f"dropped a request: {explain(error)}")
@@ -143,7 +146,9 @@ class Proxy:
     def _request(self, ask: Ask, member: Member, until: float) -> httpx.Request:
         left = until - asyncio.get_running_loop().time()
         shared = member.host is not None and member.host == self._shared_host
-        headers = {**request_headers(ask.headers, shared=shared), TIMEOUT: f"{max(left, 0.001):.3f}"}
+        passed = {**request_headers(ask.headers, shared=shared), TIMEOUT: f"{max(left, 0.001):.3f}"}
+        # As they came: header values are bytes, which starlette shows as latin-1.
+        headers = [(name.encode(), value.encode("latin-1")) for name, value in passed.items()]
         return self._http.build_request("POST", f"{member.url}{ask.path}", content=ask.body, headers=headers)
 
     def _lost(self, ask: Ask, member: Member, kind: str, problem: str) -> _Again:

@@ -12,12 +12,13 @@ import httpx
 
 from verst.errors import RequestError
 from verst.router.pool import Probe
+from verst.web import timing
 from verst.web.guard import bearer
 
 SHARED = "application/vnd.verst.shared+msgpack"
 """Content type of answers in the shared memory of one host (engine.transport)."""
 _REQUEST_HEADERS = ("accept-encoding", "content-type")
-_ANSWER_HEADERS = ("content-type", "content-length", "content-encoding", "retry-after")
+_ANSWER_HEADERS = ("content-type", "content-length", "content-encoding", "retry-after", timing.HEADER)
 _OURS = "verst-"
 """Of headers that are the engines' own, and go on in both directions."""
 _CONNECT_S = 5.0

@@ -6,9 +6,11 @@ The receiver opens it through the sender's entry in /proc. Elsewhere it is a tem
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import platform
+import re
 import socket
 import tempfile
 import warnings
@@ -21,12 +23,16 @@ from torch import Tensor
 
 from verst.errors import SyncError
 
+_PREFIX = "verst-"
+"""Of the names of all blocks."""
+_HANDLE = re.compile(r"/proc/\d+/fd/\d+")
+
 
 class SharedBlock:
     """Writable on the side that makes it; `close` frees it once receivers have closed theirs."""
 
     def __init__(self, nbytes: int, *, name: str = "verst-weights") -> None:
-        """name: what /proc shows it as; it opens nothing."""
+        """name: what /proc shows it as, beginning with "verst-"."""
         self._path: str | None = None
         if hasattr(os, "memfd_create"):
             self.fd = os.memfd_create(name)
@@ -94,9 +100,28 @@ def map_block(handle: str, nbytes: int) -> Tensor:
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
+def open_handle(handle: str, flags: int) -> int:
+    """The file descriptor of a SharedBlock of another process.
+
+    Handles come over the network. Raises OSError for one that is gone, and for one that opens anything else.
+    """
+    if not hasattr(os, "memfd_create"):
+        path = Path(handle)
+        if path.parent != Path(tempfile.gettempdir()) or not path.name.startswith(_PREFIX):
+            raise OSError(errno.EINVAL, "it is no block of ours", handle)
+        return os.open(handle, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+    if _HANDLE.fullmatch(handle) is None:
+        raise OSError(errno.EINVAL, "it is no block of ours", handle)
+    fd = os.open(handle, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_PREFIX}"):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no block of ours", handle)
+    return fd
+
+
 def _map(handle: str, nbytes: int, *, writable: bool) -> mmap.mmap:
     try:
-        fd = os.open(handle, os.O_RDWR if writable else os.O_RDONLY)
+        fd = open_handle(handle, os.O_RDWR if writable else os.O_RDONLY)
     except OSError as error:
         raise SyncError(
             f"the sender's memory {handle} cannot be opened ({error.strerror}): the sender has ended, or engine and "

@@ -24,6 +24,8 @@ def share(tensor: Tensor) -> dict[str, Any]:
 
 def open_shared(handle: dict[str, Any], device: torch.device) -> Tensor:
     """[nbytes] uint8 over the memory behind `handle`. Raises SyncError where it cannot be had."""
+    if missing := [field for field in _FIELDS if field not in handle]:
+        raise SyncError(f"the manifest's endpoint is no handle of GPU memory, it lacks {', '.join(missing)}")
     _, *rest = (
         base64.b64decode(value) if isinstance(value, str) else value for value in (handle[field] for field in _FIELDS)
     )
