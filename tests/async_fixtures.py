@@ -153,9 +153,6 @@ class World:
         rank.unpublish()
         return manifest
 
-    async def pids(self) -> dict[str, list[int]]:
-        return {}
-
     async def parse(self, answer: Answer, keys: Sequence[SampleKey]) -> Microgroup:
         await self.delay()
         return to_microgroup(answer, keys)
@@ -173,6 +170,8 @@ class World:
 
     def reward_metrics(self) -> dict[str, float]:
         return {}
+
+    supervision_metrics = reward_metrics
 
 
 def run_here(

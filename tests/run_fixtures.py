@@ -128,5 +128,5 @@ def metric_rows(run: Path) -> list[dict[str, Any]]:
 
 
 def learned(row: dict[str, Any]) -> dict[str, Any]:
-    """A metrics line without what the clock decides."""
-    return {key: value for key, value in row.items() if not key.startswith("perf/")}
+    """A metrics line without what the clock and killed processes decide."""
+    return {key: value for key, value in row.items() if not key.startswith(("perf/", "supervision/"))}

@@ -1,10 +1,11 @@
-"""Invariants 8 and 10: killed at any instant and started again, a run ends with the same bits, and leaves nothing."""
+"""Invariants 8 and 10: a driver that is killed at any instant and started again ends with the same bits, and leaves nothing.
+
+The other processes are in test_chaos.py."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import time
 from collections.abc import Callable
@@ -20,46 +21,6 @@ from verst.errors import CheckpointError
 from verst.trainer import checkpoint
 
 pytestmark = pytest.mark.ray
-
-ROLES = ("driver", "engine", "trainer", "reward:jpeg_size", "parser")
-ITERATIONS = "run.iterations=24"
-SIZE = ("rollout.num_groups=4", "rollout.group_size=8", "rollout.microgroup_size=4", "trainer.tile_size=4", ITERATIONS)
-
-
-def test_ten_kills_change_no_bit(tmp_path: Path) -> None:
-    rng = random.Random(20)
-    calm, stormy = tmp_path / "calm", tmp_path / "stormy"
-    for folder in (calm, stormy):
-        folder.mkdir()
-    code, output = run_to_end(write_recipe(calm), *SIZE)
-    assert code == 0, output
-    recipe, run = write_recipe(stormy), stormy / "runs" / "run"
-
-    kills = [role for role in ROLES for _ in range(2)]
-    rng.shuffle(kills)
-    process = start_run(recipe, *SIZE)
-    for role in kills:
-        if process.poll() is not None:
-            process = start_run(recipe, *SIZE)
-        _wait_for_progress(process, run, rng)
-        pids = json.loads((run / "processes.json").read_text())
-        os.kill(_pid_of(role, pids), signal.SIGKILL)
-        if role in ("driver", "engine", "trainer"):
-            output, _ = process.communicate(timeout=120)
-            assert process.returncode == (-signal.SIGKILL if role == "driver" else 2), output
-            if role != "driver":
-                assert f"ProcessDied: the {role}" in output or "EngineError" in output
-            _wait_until(lambda pids=pids: not _alive(pids), "processes of a dead run ended")
-    output, _ = process.communicate(timeout=300)
-    if process.returncode != 0 or "is complete" in output:
-        code, output = run_to_end(recipe, *SIZE)
-        assert code == 0, output
-
-    expected, got = final_tensors(calm / "runs" / "run"), final_tensors(run)
-    assert expected.keys() == got.keys()
-    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
-    assert [learned(row) for row in metric_rows(run)] == [learned(row) for row in metric_rows(calm / "runs" / "run")]
-
 
 DYNAMIC = (
     "rollout.filters=[{type='zero_variance'}, {type='python', path='run_rewards:small_things', name='small'}]",
@@ -149,33 +110,6 @@ def test_ctrl_c_saves_and_leaves_nothing(tmp_path: Path) -> None:
     last = metric_rows(run)[-1]["iteration"]
     assert (run / "checkpoints" / f"step_{last:08d}" / "manifest.json").exists()
     _wait_until(lambda: not _alive(pids), "processes of a stopped run ended")
-
-
-def _wait_for_progress(process: object, run: Path, rng: random.Random) -> None:
-    """Into the middle of some iteration after the next one that ends."""
-    before = len(metric_rows(run))
-    _wait_until(lambda: len(metric_rows(run)) != before or process.poll() is not None, "an iteration")  # type: ignore[attr-defined]
-    assert process.poll() is None, "the run ended before it could be killed: give it more iterations"  # type: ignore[attr-defined]
-    time.sleep(rng.uniform(0.0, 0.6))
-
-
-def _pid_of(role: str, pids: dict[str, list[int]]) -> int:
-    """The process of a role now: parsers and rewards come back under another number."""
-    if _is_running(pids[role][0]):
-        return pids[role][0]
-    actor = {"parser": "ray::ParserActor", "reward:jpeg_size": "ray::RewardActor"}[role]
-    found: list[int] = []
-
-    def look() -> bool:
-        found[:] = [
-            child.pid
-            for child in psutil.Process(pids["driver"][0]).children(recursive=True)
-            if "".join(child.cmdline()).startswith(actor)
-        ]
-        return bool(found)
-
-    _wait_until(look, f"the {role} came back")
-    return found[0]
 
 
 def _alive(pids: dict[str, list[int]]) -> list[int]:

@@ -404,11 +404,11 @@ async def test_least_loaded_engine_is_asked_and_no_more_than_it_may_hold() -> No
 async def test_weights_go_to_every_engine_or_it_is_an_error() -> None:
     one, two, bad = FakeClient("one"), FakeClient("two"), FakeClient("bad", refuses=True)
     pool = pool_of(one, two, per_engine=1)
-    await pool.sync({"version": 5})
+    assert await pool.sync({"version": 5, "digest": "d"}) == "d"
     assert (one.versions, two.versions) == ([5], [5])
     mixed = pool_of(one, bad, per_engine=1)
     with pytest.raises(SyncError, match="engine bad"):
-        await mixed.sync({"version": 6})
+        await mixed.sync({"version": 6, "digest": "d"})
     await pool.close()
     assert one.closed
     assert two.closed
@@ -421,10 +421,10 @@ async def test_engines_that_have_a_request_take_no_weights() -> None:
     job = asyncio.create_task(pool.generate(task_of(0, 0)))
     await asyncio.sleep(0)
     with pytest.raises(InvariantError, match="weights of version 6 while 1 requests are at the engines"):
-        await pool.sync({"version": 6})
+        await pool.sync({"version": 6, "digest": "d"})
     client.waiting[0].set()
     await job
-    await pool.sync({"version": 6})
+    await pool.sync({"version": 6, "digest": "d"})
     assert client.versions == [6]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import itertools
 import json
 import multiprocessing as mp
@@ -520,3 +521,22 @@ async def test_a_held_loop_is_measured() -> None:
     lag.stop()
     assert metrics["perf/loop_lag_max_s"] > 0.1
     assert 0 < metrics["perf/loop_lag_mean_s"] < metrics["perf/loop_lag_max_s"]
+
+
+def test_what_is_mapped_can_be_handed_on_after_its_engine_has_ended() -> None:
+    pool = BlockPool(2**20)
+    block = pool.take(4096)
+    assert block is not None
+    block.data[:4] = torch.arange(4, dtype=torch.uint8)
+    granted = pool.grant(block, 4096)
+    tensor = open_block(granted)[:4]
+    pool.close()
+    handle = handle_of(tensor)
+    assert handle is not None
+    assert handle.block.path != granted.path
+    with open(handle.block.path, "rb") as file:
+        file.seek(blocks.HEADER_BYTES)
+        assert file.read(4) == bytes(range(4))
+    path, tensor = handle.block.path, None
+    gc.collect()
+    assert not os.path.exists(path)  # nor is a file left open

@@ -60,3 +60,8 @@ class CheckpointError(VerstError):
 
 class ProcessDied(VerstError):
     """A process of the run ended by itself or was killed. The message says which."""
+
+
+class StateLost(ProcessDied):
+    """What only a process had is gone with it (the trainer's state, weights that engines need): a supervised run goes on
+    from its newest checkpoint."""

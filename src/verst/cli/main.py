@@ -1,4 +1,4 @@
-"""`verst`: train, plan, replay, explain-ratio, trace, triage, eval, generate, serve, router, export, dashboard, tiny."""
+"""`verst`: train, plan, replay, chaos, explain-ratio, trace, triage, eval, generate, serve, router, export, dashboard, tiny."""
 
 from __future__ import annotations
 
@@ -159,6 +159,37 @@ def triage(
     from verst.cli import timing as command
 
     command.triage(run, as_json=json)
+
+
+@app.command()
+def chaos(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    seed: Annotated[int, typer.Option(help="Of the schedule of faults.")] = 0,
+    faults: Annotated[int, typer.Option(help="Kills, pauses, hangs and delays.")] = 10,
+    kinds: Annotated[
+        list[str] | None, typer.Option(help="engine, trainer, parser, reward, driver; unset = all. May be repeated.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of both runs; unset = a temporary one, kept.")] = None,
+    limit_s: Annotated[float, typer.Option("--limit", help="Seconds without progress that are a hang.")] = 30.0,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds that each of the two runs may take.")] = 3600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run a recipe twice, once among random faults, and check that nothing is lost and the weights are the same."""
+    from verst.cli import chaos as command
+
+    command.run(
+        _load(recipe, overrides),
+        recipe,
+        overrides or [],
+        seed=seed,
+        faults=faults,
+        kinds=kinds or [],
+        out=out,
+        limit_s=limit_s,
+        timeout_s=timeout_s,
+        as_json=as_json,
+    )
 
 
 @app.command()

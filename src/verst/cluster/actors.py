@@ -6,9 +6,11 @@ import functools
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import ray
 import torch
 
@@ -30,13 +32,38 @@ from verst.types import Microgroup, SampleKey
 from verst.weights.block import host_identity
 
 
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """By which a process is known from outside."""
+
+    pid: int
+    started: float
+    """Unix seconds, as the system has it: a number may come again, with another start."""
+    host: str
+    """`host_identity`."""
+    node: str
+    """Ray's id of it."""
+    log: str | None
+    """File on that node that the process's errors go to."""
+
+
 class Process:
     """What every actor answers."""
 
     calls_at_a_time: ClassVar[int] = 1
+    is_asked_while_it_works: ClassVar[bool] = False
+    """`progress` has a thread of its own."""
 
-    def pid(self) -> int:
-        return os.getpid()
+    def facts(self) -> Facts:
+        errors = Path("/proc/self/fd/2")
+        log = os.readlink(errors) if errors.is_symlink() else None
+        return Facts(
+            pid=os.getpid(),
+            started=psutil.Process().create_time(),
+            host=host_identity(),
+            node=ray.get_runtime_context().get_node_id(),
+            log=log,
+        )
 
     def host(self) -> str:
         return host_identity()
@@ -89,6 +116,10 @@ class EngineActor(Process):
         self._server.start()
         self._server.wait_ready(timeout_s)
         return advertised(self._server.url, node)
+
+    def progress(self) -> int:
+        """Grows with every denoising step and everything else that is done."""
+        return self._server.progress
 
 
 class EngineRankActor(Process):
@@ -168,6 +199,8 @@ class RewardActor(Process):
 class TrainerActor(Process):
     """One trainer rank. Made in two steps: rank 0 opens the store that the others join."""
 
+    is_asked_while_it_works = True
+
     def __init__(self, recipe: RlRecipe, *, rank: int, device: str) -> None:
         self._recipe = recipe
         self._rank = rank
@@ -195,6 +228,11 @@ class TrainerActor(Process):
             store=self._store,
             device=self._device,
         )
+
+    @ray.method(concurrency_group="watch")
+    def progress(self) -> int:
+        """Grows with every tile and optimizer step."""
+        return 0 if self._trainer is None else self._trainer.progress
 
     @property
     def trainer(self) -> RlTrainer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import ray
@@ -24,6 +25,9 @@ async def result_of(ref: Awaitable[Any], *, role: str) -> Any:
             raise error.cause from None
         # Ray's own error has the actor's whole traceback as its text: it stays as the cause.
         raise error.cause from error
+    except ray.exceptions.OutOfMemoryError as error:
+        # Of Ray's own watch over the node's memory, which tells who used how much.
+        raise ProcessDied(f"the {role} process was killed, for the node ran low on memory") from error
     except ray.exceptions.RayActorError as error:
         reason = str(error).splitlines()[0] if str(error) else "no reason given"
         raise ProcessDied(f"the {role} process ended or was killed ({reason})") from error
@@ -39,8 +43,21 @@ async def all_of(refs: Sequence[Awaitable[Any]], *, roles: Sequence[str]) -> lis
             job.cancel()
 
 
+Replace = Callable[[int, ProcessDied], Awaitable[Any]]
+"""(number, how it ended) -> the actor in its place. Raises what ends the run."""
+
+
+@dataclass
+class _Calls:
+    """Of one actor."""
+
+    in_flight: int = 0
+    done: int = 0
+    replacing: asyncio.Task[Any] | None = None
+
+
 class ActorPool:
-    """Calls go to the actor with the fewest in flight, or to each in turn."""
+    """Calls go to the actor with the fewest in flight, or to each in turn. One whose actor ends is made again."""
 
     def __init__(
         self,
@@ -48,33 +65,80 @@ class ActorPool:
         *,
         role: str,
         dispatch: Literal["least_loaded", "round_robin"] = "least_loaded",
+        replace: Replace | None = None,
     ) -> None:
+        """replace: None = the end of an actor is that of its calls."""
         self.actors = list(actors)
         self.hosts: tuple[str, ...] = ()
         """Of each actor, after `locate`; until then tensors are copied to them."""
         self._role = role
+        self._replace = replace
         self._next = itertools.cycle(range(len(actors))) if dispatch == "round_robin" else None
-        self._in_flight = [0] * len(actors)
+        self._calls = [_Calls() for _ in actors]
+
+    def has_work(self, index: int) -> bool:
+        return self._calls[index].in_flight > 0
+
+    def num_done(self, index: int) -> int:
+        """Calls of this actor that have ended."""
+        return self._calls[index].done
 
     async def locate(self) -> None:
         """Ask the actors where they are, so that those of this host map what they are sent."""
         self.hosts = tuple(await all_of([a.host.remote() for a in self.actors], roles=[self._role] * len(self.actors)))
 
     async def call(self, submit: Callable[[Any], Awaitable[Any]]) -> Any:
-        """submit: actor -> object reference."""
-        index = (
-            min(range(len(self.actors)), key=self._in_flight.__getitem__) if self._next is None else next(self._next)
-        )
-        self._in_flight[index] += 1
+        """submit: actor -> object reference. Raises what the actor raises, or what `replace` does."""
+        while True:
+            index = self._choose()
+            actor = self.actors[index]
+            try:
+                return await self._submitted(index, submit)
+            except ProcessDied as error:
+                if self._replace is None:
+                    raise
+                if self.actors[index] is actor:
+                    await self._replaced(index, error, self._replace)
+
+    def _choose(self) -> int:
+        if self._next is not None:
+            return next(self._next)
+        # An actor that is coming back is asked where all are.
+        return min(range(len(self.actors)), key=lambda i: (self._is_down(i), self._calls[i].in_flight))
+
+    def _is_down(self, index: int) -> bool:
+        replacing = self._calls[index].replacing
+        return replacing is not None and not replacing.done()
+
+    async def _submitted(self, index: int, submit: Callable[[Any], Awaitable[Any]]) -> Any:
+        calls = self._calls[index]
+        calls.in_flight += 1
         with to_same_host(bool(self.hosts) and self.hosts[index] == host_identity()):
             sent = submit(self.actors[index])
-        job = asyncio.ensure_future(result_of(sent, role=self._role))
+        job = asyncio.ensure_future(result_of(sent, role=f"{self._role} {index}"))
 
         def ended(job: asyncio.Future[Any]) -> None:
-            self._in_flight[index] -= 1
+            calls.in_flight -= 1
+            calls.done += 1
             if not job.cancelled():
                 job.exception()  # seen, where nobody waits for it any more
 
         job.add_done_callback(ended)
         # A call that was given up still keeps its actor busy: the next one goes elsewhere.
         return await asyncio.shield(job)
+
+    async def _replaced(self, index: int, error: ProcessDied, replace: Replace) -> None:
+        """Once for all calls that the actor took with it, whoever gives up meanwhile."""
+        calls = self._calls[index]
+        if not self._is_down(index):
+
+            async def put() -> None:
+                actor = await replace(index, error)
+                if self.hosts:
+                    host = await result_of(actor.host.remote(), role=f"{self._role} {index}")
+                    self.hosts = (*self.hosts[:index], host, *self.hosts[index + 1 :])
+                self.actors[index] = actor
+
+            calls.replacing = asyncio.ensure_future(put())
+        assert calls.replacing is not None
+        await asyncio.shield(calls.replacing)

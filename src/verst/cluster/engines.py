@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from verst.cluster.actors import EngineActor, EngineRankActor
 from verst.cluster.calls import all_of, result_of
+from verst.cluster.processes import Asked, Processes
+from verst.cluster.supervisor import Fault, Supervisor, Watched
+from verst.config.recipe import RlRecipe
+from verst.errors import EngineError, ProcessDied, StateLost
+from verst.trainer.topology import Place
 
 _log = logging.getLogger(__name__)
 
@@ -49,3 +56,135 @@ class EngineProcesses:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait({self._watch})
+
+
+Loan = Callable[[], Awaitable[Any]]
+"""Makes the loan of the trainer rank beside an engine; None where nothing is lent."""
+
+
+class EngineFleet:
+    """All engines of a run, each in its place, from the first start to the last restart."""
+
+    def __init__(
+        self, recipe: RlRecipe, processes: Processes, supervisor: Supervisor, *, device: str, token: str | None
+    ) -> None:
+        """token: what engines want to see of their clients."""
+        self._recipe, self._processes, self._supervisor = recipe, processes, supervisor
+        self._device, self._token = device, token
+        self._per_engine = recipe.engine.parallel.ranks
+        self._engines: list[EngineProcesses] = []
+        self.has_work: Callable[[int], bool] = lambda index: False
+        """Whether something waits for that engine."""
+        self.places: list[Place] = []
+        """Of all ranks; they come back there or not at all."""
+        self._lost_ranks: dict[int, str] = {}
+
+    def make(self) -> None:
+        """Their actors, which load nothing yet."""
+        self._engines = [self._make(index) for index in range(self._recipe.engine.num)]
+
+    def _make(self, index: int) -> EngineProcesses:
+        recipe, device, first = self._recipe, self._device, index * self._per_engine
+        spawn = self._processes.spawn
+        lead, *others = self.names(index)
+        return EngineProcesses(
+            spawn(lead, EngineActor, "engine", recipe, index=index, device=device, token=self._token, place=first),
+            [
+                spawn(name, EngineRankActor, "engine", recipe, rank=rank, device=device, place=first + rank)
+                for rank, name in enumerate(others, start=1)
+            ],
+            lost=lambda _, reason: self._lose(index, reason),
+        )
+
+    def names(self, index: int) -> list[str]:
+        """Of its processes, the first rank's first."""
+        return [f"engine {index}", *(f"engine {index} rank {rank}" for rank in range(1, self._per_engine))]
+
+    def _lose(self, index: int, reason: str) -> None:
+        """A rank is lost, and with it the engine: whoever waits for it shall not wait longer."""
+        self._lost_ranks[index] = reason
+        self._processes.end(self.names(index)[0])
+
+    @property
+    def actors(self) -> list[Any]:
+        """All ranks of all engines."""
+        return [actor for engine in self._engines for actor in engine.actors]
+
+    @property
+    def all_names(self) -> list[str]:
+        """In the order of `actors`."""
+        return [name for index in range(self._recipe.engine.num) for name in self.names(index)]
+
+    async def locate(self) -> None:
+        """Ask all ranks where they are."""
+        self.places = await all_of([actor.place.remote() for actor in self.actors], roles=self.all_names)
+
+    async def start(self, index: int, loan: Any) -> str:
+        """The URL. Raises what a rank raises."""
+        url = await self._engines[index].start(self._recipe.supervision.start_s, loan)
+        watched = Watched(
+            limit_s=self._recipe.supervision.engine_s,
+            key="supervision.engine_s",
+            has_work=lambda: self.has_work(index),
+            progress=Asked(self._engines[index].actors[0]),
+            end=lambda: self._processes.end(self.names(index)[0]),
+        )
+        self._supervisor.watch(self.names(index)[0], watched)
+        return url
+
+    async def replace(self, index: int, error: Exception, loan: Loan) -> str:
+        """The URL of an engine in the place of a lost one.
+
+        Raises ProcessDied with a diagnosis after too many faults, StateLost where the trainer is gone too.
+        """
+        name, started = self.names(index)[0], time.monotonic()
+        while True:
+            reason = f"{error}; {self._lost_ranks.pop(index)}" if index in self._lost_ranks else str(error)
+            await self._end(index)
+            log = await self._processes.last_lines(name)
+            self._supervisor.fault(Fault(kind="engine", process=name, reason=reason, log=log))
+            try:
+                url = await self._begin(index, loan)
+            except StateLost:
+                raise
+            except (EngineError, ProcessDied, TimeoutError) as again:
+                error = again
+                continue
+            self._supervisor.restarted(name, seconds=time.monotonic() - started)
+            return url
+
+    async def renew(self, index: int, loan: Loan) -> str:
+        """The same of an engine without a fault of its own."""
+        await self._end(index)
+        return await self._begin(index, loan)
+
+    async def _end(self, index: int) -> None:
+        await self._engines[index].close()
+        for name in self.names(index):
+            self._supervisor.forget(name)
+            self._processes.end(name)
+
+    async def _begin(self, index: int, loan: Loan) -> str:
+        self._engines[index] = self._make(index)
+        # One that hangs in its start would not say so.
+        async with asyncio.timeout(2 * self._recipe.supervision.start_s):
+            await self._processes.know(*self.names(index))
+            self._check_places(index, await self._where(index))
+            return await self.start(index, await loan())
+
+    async def _where(self, index: int) -> list[Place]:
+        places = [actor.place.remote() for actor in self._engines[index].actors]
+        return await all_of(places, roles=self.names(index))
+
+    def _check_places(self, index: int, places: Sequence[Place]) -> None:
+        first = index * self._per_engine
+        before = self.places[first : first + self._per_engine]
+        if list(places) != before and self._recipe.sync.type not in ("collective", "disk"):
+            raise ProcessDied(
+                f"engine {index} came back at {places[0]}, it was at {before[0]}, and its weights would not reach it there: "
+                "use cluster.placement.type = separate or colocated, which keep a place"
+            )
+
+    async def close(self) -> None:
+        for engine in self._engines:
+            await engine.close()

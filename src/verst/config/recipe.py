@@ -37,6 +37,7 @@ class RlRecipe(s.Section):
     eval: s.EvalConfig = s.EvalConfig()
     watch: s.WatchConfig = s.WatchConfig()
     cluster: s.ClusterConfig = s.ClusterConfig()
+    supervision: s.SupervisionConfig = s.SupervisionConfig()
     trackers: s.TrackerConfig = s.TrackerConfig()
 
     @property

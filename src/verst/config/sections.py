@@ -84,6 +84,7 @@ from verst.config.steps import SlidingSteps as SlidingSteps
 from verst.config.steps import StepsConfig as StepsConfig
 from verst.config.steps import TransitionConfig as TransitionConfig
 from verst.config.steps import WindowSteps as WindowSteps
+from verst.config.supervision import SupervisionConfig as SupervisionConfig
 from verst.config.sync import AutoSync as AutoSync
 from verst.config.sync import ChosenSync as ChosenSync
 from verst.config.sync import CollectiveSync as CollectiveSync

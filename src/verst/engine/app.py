@@ -181,6 +181,7 @@ class Endpoints:
     async def server_info(self, request: Request) -> Response:
         batcher, worker = self._batcher, self._batcher.worker
         info = {**self._info, "state": batcher.state, "waiting": batcher.num_waiting, "batches": batcher.num_batches}
+        info["progress"] = batcher.progress
         if self._pool is not None:
             pool = self._pool
             info["shared_memory"] = {"bytes": pool.num_bytes, "held": pool.num_held, "refused": pool.num_refused}

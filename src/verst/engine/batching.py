@@ -90,6 +90,8 @@ class Batcher:
         self.worker: Worker | None = None
         """Belongs to the worker thread; only plain attributes may be read from elsewhere."""
         self.num_batches = 0
+        self.progress = 0
+        """Grows with every denoising step, batch and control call."""
 
     @property
     def state(self) -> State:
@@ -226,6 +228,7 @@ class Batcher:
             job.watch.add("queue", job.put_s, started_s)
 
         def stopped() -> bool:
+            self.progress += 1
             return self._stopping or all(job.done.done() for job in batch)
 
         def work() -> list[Any]:
@@ -272,6 +275,7 @@ class Batcher:
         """The call's result, or the exception it raised as a value."""
         future = asyncio.get_running_loop().run_in_executor(pool, call)
         await asyncio.wait({future})
+        self.progress += 1
         error = future.exception()
         if error is not None and not isinstance(error, Exception):
             raise EngineError(f"the worker thread ended with {error!r}")

@@ -245,6 +245,7 @@ class BlockPool:
 @dataclass(frozen=True)
 class _Mapped:
     handle: BlockHandle
+    """Through this process."""
     start: int
     """Address of the data."""
     memory: weakref.ref[mmap.mmap]
@@ -297,14 +298,17 @@ def _memory_of(handle: BlockHandle) -> mmap.mmap:
         entry = _mapped.get(key)
         memory = None if entry is None else entry.memory()
         if memory is None:
-            memory = _map(handle)
+            memory, fd = _map(handle)
             start = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() + HEADER_BYTES
-            _mapped[key] = _Mapped(handle, start, weakref.ref(memory, lambda ref: _forget(key, start, ref)))
+            # Through this process, so that others can open it as long as it is held here: the owner may be gone by then.
+            own = handle._replace(path=f"/proc/{os.getpid()}/fd/{fd}")
+            _mapped[key] = _Mapped(own, start, weakref.ref(memory, lambda ref: _forget(key, start, fd, ref)))
             bisect.insort(_starts, (start, key))
     return memory
 
 
-def _forget(key: tuple[str, int], start: int, memory: weakref.ref[mmap.mmap]) -> None:
+def _forget(key: tuple[str, int], start: int, fd: int, memory: weakref.ref[mmap.mmap]) -> None:
+    os.close(fd)
     with _mapping:
         if key in _mapped and _mapped[key].memory is memory:
             del _mapped[key]
@@ -313,7 +317,8 @@ def _forget(key: tuple[str, int], start: int, memory: weakref.ref[mmap.mmap]) ->
             del _starts[place]
 
 
-def _map(handle: BlockHandle) -> mmap.mmap:
+def _map(handle: BlockHandle) -> tuple[mmap.mmap, int]:
+    """The mapping, and the descriptor behind it."""
     gone = f"the shared memory {handle.path} of an answer"
     try:
         fd = open_handle(handle.path, os.O_RDWR)
@@ -332,19 +337,19 @@ def _map(handle: BlockHandle) -> mmap.mmap:
         if (magic, block.hex(), generation) != (_MAGIC, handle.block, handle.generation):
             raise EngineError(f"{gone} is of another answer by now")
         os.pwrite(fd, struct.pack("<Q", generation), _OPENED_AT)
-        # Private: readers share the pages, and a reader that writes gets pages of its own.
+        # Private: readers share the pages, and a reader that writes gets pages of its own. The mapping keeps the lock.
         try:
-            return mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            return mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE), fd
         except OSError as error:
             raise _unopened(gone, error) from error
-    finally:
-        # The mapping keeps a duplicate, and with it the lock.
+    except (EngineError, OSError):
         os.close(fd)
+        raise
 
 
 def _unopened(gone: str, error: OSError) -> EngineError:
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        why = "each answer that is held is an open file: raise `ulimit -n`, or make fewer and larger microgroups"
+        why = "each answer that is held is two open files: raise `ulimit -n`, or make fewer and larger microgroups"
     else:
         why = "its engine has ended, or is not of this host, user and process namespace"
     return EngineError(

@@ -93,6 +93,11 @@ class EngineServer:
             raise EngineError("the engine server is not started, so it has no address yet")
         return url_of(self._socket)
 
+    @property
+    def progress(self) -> int:
+        """Of its batcher."""
+        return 0 if self._batcher is None else self._batcher.progress
+
     def start(self) -> None:
         """Bind and serve from a background thread; the model loads meanwhile (`wait_ready`).
 

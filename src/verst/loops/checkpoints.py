@@ -70,6 +70,12 @@ class Checkpoints:
             last, self._publishing = self._publishing, None
             await last
 
+    async def close(self) -> None:
+        """What is written is still published, and what a trainer has only staged is forgotten. Raises nothing of it."""
+        self._pending = None
+        if self._publishing is not None:
+            await asyncio.wait({self._publishing})
+
     def _begin(self) -> None:
         assert self._pending is not None
         # Checksums of all files: seconds for a large model, in a thread.

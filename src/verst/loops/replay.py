@@ -65,19 +65,20 @@ async def replay(run: Path, iteration: int | None = None) -> Replay:
         again = {int(row["iteration"]): row for row in read_metrics(folder.metrics)}
         differences, metrics = [], 0
         for number in range(start + 1, last + 1):
-            found, count = _compare_metrics(number, recorded.get(number, {}), again.get(number, {}))
+            found, count = compare_metrics(number, recorded.get(number, {}), again.get(number, {}))
             differences += found
             metrics += count
         tensors = None
         if last in kept:
             name = checkpoint.step_folder(folder.checkpoints, last).name
-            found, tensors = _compare_tensors(run / "checkpoints" / name, folder.checkpoints / name)
+            found, tensors = compare_tensors(run / "checkpoints" / name, folder.checkpoints / name)
             differences += found
     return Replay(first=start + 1, last=last, metrics=metrics, tensors=tensors, differences=tuple(differences))
 
 
-def _compare_metrics(iteration: int, one: Mapping[str, Any], two: Mapping[str, Any]) -> tuple[list[str], int]:
-    names = sorted(key for key in one.keys() | two.keys() if not key.startswith("perf/"))
+def compare_metrics(iteration: int, one: Mapping[str, Any], two: Mapping[str, Any]) -> tuple[list[str], int]:
+    """One line for each that differs, and how many were compared: all but what the clock and faults decide."""
+    names = sorted(key for key in one.keys() | two.keys() if not key.startswith(("perf/", "supervision/")))
     lines = []
     for name in names:
         before, after = one.get(name), two.get(name)
@@ -91,7 +92,7 @@ def _is_nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
 
-def _compare_tensors(one: Path, two: Path) -> tuple[list[str], int]:
+def compare_tensors(one: Path, two: Path) -> tuple[list[str], int]:
     """Weights, optimizer, averages and counters of two checkpoints."""
     before, after = _tensors(one), _tensors(two)
     lines = [f"{one.name}: {name} is in one checkpoint only" for name in sorted(before.keys() ^ after.keys())]

@@ -12,6 +12,7 @@ from typing import Any
 from verst.config.plan import lanes
 from verst.config.recipe import Recipe, RlRecipe
 from verst.config.watch import HELDOUT as HELDOUT
+from verst.loops.ledger import Ledger
 from verst.loops.run_folder import RunFolder, ending_rules
 from verst.loops.shown import SeenGroup
 from verst.loops.watch import RaisedAlarm
@@ -40,7 +41,9 @@ class Report:
         self._events = EventLog(folder.events / FILE, flush_s=1.0)
         self.spans = Spans(self._events, capacity=lanes(recipe) if isinstance(recipe, RlRecipe) else {})
         """Takes down where the time goes."""
+        self._ledger = Ledger(folder.path / "trained.jsonl")
         self._alarms = EventLog(folder.events / "alarms.jsonl")
+        self._supervision = EventLog(folder.events / "supervision.jsonl")
         self._groups = EventLog(folder.events / "groups.jsonl")
         self._progress = make_progress(name=recipe.run.name, total=recipe.run.iterations, quiet=quiet)
         self._tensorboard: TensorBoardLog | None = None
@@ -49,11 +52,20 @@ class Report:
     def resume_at(self, iteration: int) -> None:
         """Forget what an earlier process wrote of later iterations: they are made again."""
         self._metrics.truncate_after(iteration)
+        self._ledger.truncate_after(iteration)
         forget_after(self._folder.samples, iteration)
         for row in read_metrics(self._folder.metrics):
             self._progress.replay(int(row["iteration"]), {k: v for k, v in row.items() if isinstance(v, float)})
+        if self._tensorboard is not None:
+            self._tensorboard.close()
         if self._recipe.trackers.tensorboard:
             self._tensorboard = TensorBoardLog(self._folder.path / "tensorboard", resume_after=iteration)
+
+    def supervision(self, name: str, event: Mapping[str, str | int | float]) -> None:
+        """A fault, a hang or a restart of one of the run's processes."""
+        self._supervision.event(name, **event)
+        said = {key: value for key, value in event.items() if key in ("process", "reason", "cause", "seconds")}
+        self._progress.notice(f"{name}: " + ", ".join(f"{key} {value}" for key, value in said.items()))
 
     def status(self, text: str) -> None:
         self._progress.status(text)
@@ -71,6 +83,10 @@ class Report:
         self._progress.update(iteration, metrics)
         if HELDOUT in metrics:
             self._draw_curve()
+
+    def trained(self, row: Mapping[str, Any]) -> None:
+        """What an iteration was trained on; see `verst.loops.ledger`."""
+        self._ledger.append(row)
 
     def alarms(self, iteration: int, raised: Sequence[RaisedAlarm]) -> None:
         """Those that are news after this iteration."""
@@ -169,7 +185,9 @@ class Report:
         self._progress.close()
         self._metrics.close()
         self._events.close()
+        self._ledger.close()
         self._alarms.close()
+        self._supervision.close()
         self._groups.close()
         if self._tensorboard is not None:
             self._tensorboard.close()

@@ -22,8 +22,10 @@ from verst.algorithms import make_algorithm
 from verst.cluster.cluster import Cluster
 from verst.config.plan import num_gpus
 from verst.config.recipe import RlRecipe, gold_names
+from verst.errors import StateLost
 from verst.loops.batch import Batch, make_batch, reward_weights
 from verst.loops.checkpoints import Checkpoints
+from verst.loops.ledger import ledger_row
 from verst.loops.prompt_checks import ask_engine, check_prompts
 from verst.loops.report import HELDOUT, Report
 from verst.loops.run_folder import RunFolder, dump
@@ -60,12 +62,23 @@ async def train_rl(recipe: RlRecipe, folder: RunFolder, *, quiet: bool = False, 
         saved = resume_point(folder)
         report.status("starting Ray, engine and trainer")
         with StopSignal() as stop:
-            async with Cluster(recipe, cuda=wants_cuda(recipe), spans=report.spans) as cluster:
-                run = Run(recipe, folder, report, cluster, source, heldout, filters)
-                try:
-                    await run.to_the_end(stop, saved, until)
-                finally:
-                    await run.close()
+            cluster = Cluster(
+                recipe,
+                cuda=wants_cuda(recipe),
+                spans=report.spans,
+                on_event=report.supervision,
+                on_processes=folder.write_processes,
+            )
+            async with cluster:
+                while True:
+                    run = Run(recipe, folder, report, cluster, source, heldout, filters)
+                    lost = await run.ends(stop, saved, until)
+                    if lost is None:
+                        break
+                    report.status("going on from the newest checkpoint")
+                    await cluster.restart_trainer(lost)
+                    checkpoint.sweep(folder.checkpoints)
+                    saved = resume_point(folder)
     finally:
         report.close()
 
@@ -101,11 +114,23 @@ class Run:
         self._ahead = Ahead(recipe, Sampler(recipe, source, pipeline, filters, spans=report.spans))
         self._evaluation = Pipeline(**stages, score=cluster.score_all, spans=report.spans)
 
+    async def ends(self, stop: StopSignal, saved: Mapping[str, Any] | None, until: int | None) -> StateLost | None:
+        """`to_the_end`, and closed; how its state was lost, where another may go on from the newest checkpoint."""
+        try:
+            await self.to_the_end(stop, saved, until)
+            return None
+        except StateLost as lost:
+            if not self._recipe.supervision.enabled:
+                raise
+            self._report.notice(str(lost))
+            return lost
+        finally:
+            await self.close()
+
     async def to_the_end(self, stop: StopSignal, saved: Mapping[str, Any] | None, until: int | None = None) -> None:
         """saved: the run state of the newest checkpoint; None for a new run."""
         recipe = self._recipe
         self._lag.start()
-        self._folder.write_processes(await self._cluster.pids())
         self._report.status(self._cluster.sync_choice)
         for choice in dict.fromkeys(self._cluster.transports):
             self._report.status(f"samples by {choice}")
@@ -144,6 +169,7 @@ class Run:
         with self._phase("drain", iteration):
             await self._ahead.drained()
         sync, sync_s = await self._sync(iteration)
+        self._report.trained(ledger_row(recipe, iteration, rollout, batch))
         return {
             **reward_metrics(recipe, rollout.groups, batch),
             **rollout.metrics,
@@ -151,6 +177,7 @@ class Run:
             **update_metrics(update, batch, recipe),
             **sync,
             **self._cluster.reward_metrics(),
+            **self._cluster.supervision_metrics(),
             **self._cluster.engines.metrics(),
             **self._lag.metrics(),
             **self._spans.metrics(),
@@ -259,9 +286,10 @@ class Run:
         await self._checkpoints.save(iteration, state, best=self._watch.best, files=self._ahead.files())
 
     async def close(self) -> None:
-        """No rollout goes on after this."""
+        """No rollout and no publishing of a checkpoint goes on after this."""
         self._lag.stop()
         await self._ahead.close()
+        await self._checkpoints.close()
 
     async def _end(self, done: int, ended: str | None) -> None:
         """ended: why the watch ended the run."""

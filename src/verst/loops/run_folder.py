@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -28,6 +29,7 @@ _FREE = (
     "run.folder",
     "checkpoint.",
     "cluster.",
+    "supervision.",
     "trackers.",
     "engine.",
     "rollout.parsers.",
@@ -87,7 +89,7 @@ class RunFolder:
     def finish(self, summary: dict[str, Any]) -> None:
         _write_whole(self.path / "summary.json", json.dumps(summary, indent=1))
 
-    def write_processes(self, pids: dict[str, list[int]]) -> None:
+    def write_processes(self, pids: Mapping[str, Sequence[int]]) -> None:
         """Who is who among the processes of this run, for people with a process list."""
         _write_whole(self.path / "processes.json", json.dumps({"driver": [os.getpid()], **pids}, indent=1))
 

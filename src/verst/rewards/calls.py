@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from verst.errors import RewardError
+from verst.errors import ProcessDied, RewardError
 from verst.rewards.base import RewardBatch, Score
 from verst.types import Scores
 
@@ -110,6 +110,9 @@ async def attempt(call: Call, batch: RewardBatch, *, timeout_s: float) -> list[S
         scores = [score if isinstance(score, RewardError) else float(score) for score in answer]
         if len(scores) != len(batch):
             raise RewardError(f"gave {len(scores)} scores for {len(batch)} samples")
+    except ProcessDied:
+        # A worker that nobody brings back is the run's failure, not the reward's.
+        raise
     except RewardError as error:
         return [error] * len(batch)
     except Exception as error:  # noqa: BLE001 - a reward is foreign code; its error is the cause of RewardError

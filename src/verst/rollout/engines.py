@@ -1,58 +1,162 @@
-"""The engines of a run as one: least-loaded dispatch, echo checks, weight hand-off to all of them."""
+"""The engines of a run as one: least-loaded dispatch, echo checks, weight hand-off to all of them.
+
+ready ─request fails, engine is lost─> lost ─replaced, with the weights of now─> ready
+                                         └─replaced, but those weights are nobody's any more─> stale ─sync─> ready
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
 
 from verst.engine.client import EngineClient, check_certificate, check_echo
 from verst.engine.wire import Answer, GenerateRequest
-from verst.errors import EchoError, EngineError, InvariantError
+from verst.errors import EchoError, EngineError, InvariantError, StateLost, SyncError
 from verst.obs.spans import ENGINE, Spans, lane_of
 from verst.rollout.pipeline import first_failure
 from verst.rollout.plan import MicrogroupTask
 from verst.types import Microgroup
 
+T = TypeVar("T")
+
+
+class Mender(Protocol):
+    """Whoever owns the engines' processes."""
+
+    async def is_lost(self, client: EngineClient, error: EngineError | SyncError) -> bool:
+        """Whether that failure is the end of the engine, and not of the request alone."""
+
+    async def replace(self, index: int, error: EngineError | SyncError) -> tuple[EngineClient, bool]:
+        """The client of an engine in its place, and whether that holds the weights of now. Raises what ends the run."""
+
+
+@dataclass
+class _Seat:
+    """One engine's place in the pool."""
+
+    client: EngineClient
+    state: Literal["ready", "lost", "stale"] = "ready"
+    in_flight: int = 0
+    takes_weights: bool = False
+    mending: asyncio.Task[None] | None = None
+
 
 class EnginePool:
-    """A request goes to the engine with the fewest requests of ours in flight, at most `per_engine` of them."""
+    """A request goes to the engine with the fewest requests of ours in flight, at most `per_engine` of them.
+
+    A request whose engine is lost is made again, the same with the same seeds: by another engine, or by the one that comes
+    in its place.
+    """
 
     def __init__(
         self,
         clients: Sequence[EngineClient],
         *,
         per_engine: int,
-        lost: Sequence[str] = (),
+        mender: Mender | None = None,
         spans: Spans | None = None,
     ) -> None:
-        """lost: filled from outside with why ranks of an engine have ended."""
+        """mender: None = the failure of an engine is that of the request."""
         self._spans = spans or Spans()
-        self._lost = lost
-        self._clients = list(clients)
-        self._in_flight = [0] * len(clients)
+        self._mender = mender
+        self._seats = [_Seat(client) for client in clients]
         self._slots = asyncio.Semaphore(per_engine * len(clients))
         self._num_answers = {"shared": 0, "sent": 0}
+        self._num_reissued = 0
         self._version: int | None = None
         """That all engines hold; None before the first hand-off of ours."""
 
     async def generate(self, task: MicrogroupTask) -> Answer:
+        """Raises what the engine raises; of an engine that was lost, what its mender raises, or StateLost."""
         asked_s = time.monotonic()
+        answer, index = await self._ask(lambda client: client.generate(task.request, weight_version=self._version))
+        self._take_down(answer, asked_s, lane_of(ENGINE, index))
+        self._num_answers["sent" if answer.shared is None else "shared"] += 1
+        return answer
+
+    async def _ask(self, work: Callable[[EngineClient], Awaitable[T]], *, with_weights: bool = True) -> tuple[T, int]:
+        """The result, and the number of the engine that it is of. with_weights: work that needs those of now."""
         async with self._slots:
-            index = min(range(len(self._clients)), key=self._in_flight.__getitem__)
-            self._in_flight[index] += 1
-            try:
-                answer = await self._clients[index].generate(task.request, weight_version=self._version)
-                self._num_answers["sent" if answer.shared is None else "shared"] += 1
-                self._take_down(answer, asked_s, lane_of(ENGINE, index))
-                return answer
-            except EngineError as error:
-                if self._lost:
-                    raise EngineError(f"{error}; {self._lost[0]}") from error
-                raise
-            finally:
-                self._in_flight[index] -= 1
+            while True:
+                seat = await self._ready(("ready",) if with_weights else ("ready", "stale"))
+                client = seat.client
+                seat.in_flight += 1
+                try:
+                    return await work(client), self._seats.index(seat)
+                except EngineError as error:
+                    failure = error
+                finally:
+                    seat.in_flight -= 1
+                if seat.state != "lost" and seat.client is client and not await self._judge(seat, client, failure):
+                    raise failure
+                self._num_reissued += 1
+
+    async def _ready(self, states: tuple[str, ...]) -> _Seat:
+        while True:
+            self._raise_failures()
+            ready = [seat for seat in self._seats if seat.state in states]
+            if ready:
+                return min(ready, key=lambda seat: seat.in_flight)
+            coming = self._coming()
+            if not coming:
+                raise StateLost("all engines came back after the trainer had begun to change their weights")
+            await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _judge(self, seat: _Seat, client: EngineClient, error: EngineError | SyncError) -> bool:
+        """Whether its engine is lost; then another one is on its way."""
+        if self._mender is None:
+            return False
+        lost = await self._mender.is_lost(client, error)
+        if seat.state == "lost" or seat.client is not client:
+            return True
+        if lost:
+            seat.state = "lost"
+            seat.mending = asyncio.create_task(self._mend(seat, self._mender, error), name="verst-engine-replaced")
+        return lost
+
+    async def _mend(self, seat: _Seat, mender: Mender, error: EngineError | SyncError) -> None:
+        lost = seat.client
+        seat.client, holds_weights = await mender.replace(self._seats.index(seat), error)
+        seat.state = "ready" if holds_weights else "stale"
+        await lost.close()
+
+    def _coming(self) -> list[asyncio.Task[None]]:
+        return [seat.mending for seat in self._seats if seat.mending is not None and not seat.mending.done()]
+
+    def _raise_failures(self) -> None:
+        for seat in self._seats:
+            if seat.mending is not None and seat.mending.done():
+                seat.mending.result()
+
+    async def mend(self, error: EngineError | SyncError) -> bool:
+        """After a failure of all of them together: whether engines were lost, which are replaced by now."""
+        judged = await asyncio.gather(*(self._judge(seat, seat.client, error) for seat in self._seats))
+        await self.settled()
+        return any(judged)
+
+    async def settled(self) -> None:
+        """Returns when no engine is being replaced. Raises what ends the run."""
+        if coming := self._coming():
+            await asyncio.wait(coming)
+        self._raise_failures()
+
+    async def abandoned(self) -> list[int]:
+        """After the state of the run was lost: the engines that could not be replaced, for `put`; nothing is raised."""
+        await asyncio.gather(*self._coming(), return_exceptions=True)
+        return [index for index, seat in enumerate(self._seats) if seat.state == "lost"]
+
+    async def put(self, index: int, client: EngineClient) -> None:
+        """A new engine in this place; it gets its weights by the next sync."""
+        seat = self._seats[index]
+        await seat.client.close()
+        self._seats[index] = _Seat(client, state="stale")
+
+    def has_work(self, index: int) -> bool:
+        """Something of ours waits for this engine."""
+        return self._seats[index].in_flight > 0 or self._seats[index].takes_weights
 
     def _take_down(self, answer: Answer, asked_s: float, lane: str) -> None:
         """The spans of one answer, as far as it is known how it came."""
@@ -74,60 +178,94 @@ class EnginePool:
         if made != {weight_version}:
             raise EchoError(f"samples of weight version {sorted(made)} came back, expected {weight_version}")
 
-    async def sync(self, *manifests: Mapping[str, Any], digest: Awaitable[str] | None = None) -> None:
-        """Hand the weights to every engine; each certificate is compared. Raises SyncError.
+    async def sync(self, *manifests: Mapping[str, Any], digest: Awaitable[str] | None = None) -> str:
+        """Hand the weights to every engine; each certificate is compared. Raises SyncError. The digest of them.
 
         manifests: one for all of them, or one for each. digest: of what the trainer sends meanwhile, where the manifest
         does not know it before.
         """
-        manifest = manifests[0]
-        own = manifests if len(manifests) > 1 else manifests * len(self._clients)
-        if busy := sum(self._in_flight):
+        if busy := sum(seat.in_flight for seat in self._seats):
+            version = manifests[0]["version"]
             raise InvariantError(
-                f"weights of version {manifest['version']} while {busy} requests are at the engines: a rollout would be of two"
+                f"weights of version {version} while {busy} requests are at the engines: a rollout would be of two"
             )
+        own = manifests if len(manifests) > 1 else manifests * len(self._seats)
+        for seat in self._seats:
+            seat.takes_weights = True
         try:
-            async with asyncio.TaskGroup() as group:
-                if digest is not None:
-                    sent = group.create_task(_result(digest))
-                taken = [
-                    group.create_task(client.update_weights(one))
-                    for client, one in zip(self._clients, own, strict=True)
-                ]
-        except BaseExceptionGroup as failures:
-            raise first_failure(failures) from failures
-        if digest is not None:
-            for client, task in zip(self._clients, taken, strict=True):
-                check_certificate({**manifest, "digest": sent.result()}, task.result(), engine=client.url)
-        self._version = manifest["version"]
+            taken = await hand_over([seat.client for seat in self._seats], own, digest=digest)
+        finally:
+            for seat in self._seats:
+                seat.takes_weights = False
+        for seat in self._seats:
+            seat.state = "ready"
+        self._version = manifests[0]["version"]
+        return taken
 
     def metrics(self) -> dict[str, float]:
         """Since the last call of this."""
         counts, self._num_answers = self._num_answers, dict.fromkeys(self._num_answers, 0)
-        return {f"perf/answers_{way}": float(count) for way, count in counts.items()}
+        metrics = {f"perf/answers_{way}": float(count) for way, count in counts.items()}
+        if self._num_reissued:
+            metrics["supervision/reissued"] = float(self._num_reissued)
+            self._num_reissued = 0
+        return metrics
 
     async def negotiate(self) -> list[str]:
         """How the answers of each engine travel, and why. Raises ConfigError where they cannot as the recipe says."""
-        return [await client.negotiate() for client in self._clients]
+        return [await seat.client.negotiate() for seat in self._seats]
 
     async def sleep(self, *, keep: Literal["all", "others"]) -> None:
         """Every engine gives its memory back; see EngineClient.release_memory."""
-        await asyncio.gather(*(client.release_memory(keep=keep) for client in self._clients))
+        await asyncio.gather(*(seat.client.release_memory(keep=keep) for seat in self._seats))
 
     async def wake(self) -> None:
-        await asyncio.gather(*(client.resume_memory() for client in self._clients))
+        await asyncio.gather(*(seat.client.resume_memory() for seat in self._seats))
 
     async def check_prompts(self, prompts: Sequence[str], *, max_sequence_length: int) -> list[str]:
         """One line for each prompt that the model's encoders cannot take whole."""
-        return await self._clients[0].check_prompts(prompts, max_sequence_length=max_sequence_length)
+        problems, _ = await self._ask(
+            lambda client: client.check_prompts(prompts, max_sequence_length=max_sequence_length),
+            with_weights=False,
+        )
+        return problems
 
     async def check_requests(self, requests: Sequence[GenerateRequest]) -> list[str | None]:
         """For each request why the model cannot carry it out; None where it can. Pictures are counted, not read."""
-        return await self._clients[0].check_requests(requests)
+        problems, _ = await self._ask(lambda client: client.check_requests(requests), with_weights=False)
+        return problems
 
     async def close(self) -> None:
-        for client in self._clients:
-            await client.close()
+        for coming in self._coming():
+            coming.cancel()
+            await asyncio.wait({coming})
+        for seat in self._seats:
+            await seat.client.close()
+
+
+async def hand_over(
+    clients: Sequence[EngineClient], manifests: Sequence[Mapping[str, Any]], *, digest: Awaitable[str] | None = None
+) -> str:
+    """Each its manifest; the digest of the weights that all of them certify. Raises SyncError, EngineError.
+
+    digest: see `EnginePool.sync`.
+    """
+    sent = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            if digest is not None:
+                sent = group.create_task(_result(digest))
+            taken = [
+                group.create_task(client.update_weights(one)) for client, one in zip(clients, manifests, strict=True)
+            ]
+    except BaseExceptionGroup as failures:
+        raise first_failure(failures) from failures
+    if sent is None:
+        known: str = manifests[0]["digest"]
+        return known
+    for client, manifest, task in zip(clients, manifests, taken, strict=True):
+        check_certificate({**manifest, "digest": sent.result()}, task.result(), engine=client.url)
+    return sent.result()
 
 
 async def _result(value: Awaitable[str]) -> str:

@@ -66,6 +66,8 @@ class RlTrainer:
     def __init__(self, recipe: RlRecipe, *, rank: int, world_size: int, store: Store, device: torch.device) -> None:
         self._recipe = recipe
         self._device = device
+        self.progress = 0
+        """Grows with every tile and optimizer step."""
         self._dtype = DTYPES[recipe.model.dtype]
         if recipe.run.threads:
             torch.set_num_threads(recipe.run.threads)
@@ -235,10 +237,14 @@ class RlTrainer:
 
     def _step(self, tiles: Sequence[Tile], num_pairs: int) -> StepMetrics:
         self._policies.before_step(tiles)
-        loss = functools.partial(tile_loss, self._algorithm, self._policies, num_pairs=num_pairs)
-        metrics = self.core.step([functools.partial(loss, tile) for tile in tiles])
+        metrics = self.core.step([functools.partial(self._tile_loss, tile, num_pairs) for tile in tiles])
         self._policies.after_step(tiles)
+        self.progress += 1
         return metrics
+
+    def _tile_loss(self, tile: Tile, num_pairs: int) -> TileLoss:
+        self.progress += 1
+        return tile_loss(self._algorithm, self._policies, tile, num_pairs=num_pairs)
 
     def _move_old_policy(self) -> None:
         """Once a rollout, after its optimizer steps."""

@@ -1,0 +1,66 @@
+"""Parsers and reward workers: pools of actors that keep nothing, so that a lost one is simply made again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal
+
+from verst.cluster.calls import ActorPool
+from verst.cluster.processes import Processes
+from verst.cluster.supervisor import Fault, Supervisor, Watched
+from verst.errors import ProcessDied
+
+
+def worker_pool(
+    names: Sequence[str],
+    make: Callable[[str], Any],
+    *,
+    role: str,
+    kind: Literal["parser", "reward"],
+    load: Callable[[Any], Awaitable[Any]],
+    limit_s: float,
+    limit_key: str,
+    start_s: float,
+    processes: Processes,
+    supervisor: Supervisor,
+    dispatch: Literal["least_loaded", "round_robin"] = "least_loaded",
+) -> ActorPool:
+    """make: name -> its actor, which `load` makes ready; start_s: that this may take when one comes back."""
+
+    async def replace(index: int, error: ProcessDied) -> Any:
+        name, started, reason = names[index], time.monotonic(), str(error)
+        while True:
+            processes.end(name)
+            log = await processes.last_lines(name)
+            supervisor.fault(Fault(kind=kind, process=name, reason=reason, log=log))
+            actor = make(name)
+            try:
+                async with asyncio.timeout(start_s):
+                    await processes.know(name)
+                    await load(actor)
+            except (ProcessDied, TimeoutError) as again:
+                reason = str(again) or f"it was not there after {start_s:g} s (supervision.start_s)"
+                continue
+            supervisor.restarted(name, seconds=time.monotonic() - started)
+            return actor
+
+    actors = [make(name) for name in names]
+    pool = ActorPool(actors, role=role, dispatch=dispatch, replace=replace if supervisor.enabled else None)
+    for index, name in enumerate(names):
+        _watch(pool, index, name, limit_s, limit_key, processes, supervisor)
+    return pool
+
+
+def _watch(
+    pool: ActorPool, index: int, name: str, limit_s: float, key: str, processes: Processes, supervisor: Supervisor
+) -> None:
+    watched = Watched(
+        limit_s=limit_s,
+        key=key,
+        has_work=lambda: pool.has_work(index),
+        progress=lambda: pool.num_done(index),
+        end=lambda: processes.end(name),
+    )
+    supervisor.watch(name, watched)
