@@ -13,6 +13,9 @@ from test_dynamic import Engines, setting
 from verst.config.recipe import RlRecipe
 from verst.errors import ConfigError, EngineError, InvariantError
 from verst.loops.explain import explain_ratio
+from verst.obs.events import read_events
+from verst.obs.images import load_picture
+from verst.obs.samples import read_samples, saved_steps
 from verst.rollout.ahead import version_of
 from verst.rollout.plan import MicrogroupTask
 from verst.types import SampleKey
@@ -38,11 +41,39 @@ def killing(what: str, times: int) -> Hook:
 
 def test_without_staleness_it_is_the_synchronous_run(tmp_path: Path) -> None:
     one = recipe_of(tmp_path, "one", staleness=0, iterations=2)
-    two = recipe_of(tmp_path, "two", 'schedule={type="sync"}', iterations=2)
+    two = recipe_of(tmp_path, "two", 'schedule={type="sync"}', "trackers.samples_every=2", iterations=2)
     run_here(one, seed=1)
     run_here(two, seed=2)
     assert_same(one, two)
     assert [row["rollout/staleness_max"] for row in rows_of(one)[1:]] == [0.0, 0.0]
+    check_what_people_see(two)
+
+
+def check_what_people_see(recipe: RlRecipe) -> None:
+    """Spread of each group, best and worst samples every second iteration, and the held-out ones."""
+    run, rows = recipe.run.folder / recipe.run.name, rows_of(recipe)
+    groups = read_events(run / "events" / "groups.jsonl")
+    assert [(row["iteration"], row["group"]) for row in groups] == [
+        (i, group) for i in (1, 2) for group in range(recipe.rollout.num_groups)
+    ]
+    for i in (1, 2):
+        means = [row["mean"] for row in groups if row["iteration"] == i]
+        assert sum(means) / len(means) == pytest.approx(rows[i]["reward/train_mean"], rel=1e-9)
+    (step,) = saved_steps(run / "samples", "rollout")
+    assert step.name == "step_00000002"
+    samples = read_samples(step)
+    for row in groups[recipe.rollout.num_groups :]:
+        best, worst = [sample for sample in samples if sample["group"] == row["group"]]
+        assert (best["rank"], worst["rank"]) == ("best", "worst")
+        assert (best["reward"], worst["reward"]) == (row["max"], row["min"])
+        assert best["prompt"] == row["prompt"]
+        assert len(load_picture(step / best["picture"])) == recipe.sampling.height
+    first, last = (read_samples(step) for step in saved_steps(run / "samples", "heldout"))
+    assert [sample["seed"] for sample in first] == [sample["seed"] for sample in last]
+    for samples, row in ((first, rows[0]), (last, rows[-1])):
+        rewards = [sample["reward"] for sample in samples]
+        assert len(rewards) == recipe.eval.num_prompts
+        assert sum(rewards) / len(rewards) == pytest.approx(row["reward/heldout"], rel=1e-9)
 
 
 NFT = ('algorithm={type="nft"}', 'sampling.steps={type="none"}', "sampling.shared_initial_noise=false")

@@ -26,17 +26,39 @@ export class Chart {
     this.element = h("section", { class: "card" }, h("h3", {}, title), this.plot, this.keys, this.table);
     this.plot.addEventListener("pointermove", (event) => this.point(event));
     this.plot.addEventListener("pointerleave", () => this.unpoint());
-    this.resized = new ResizeObserver(() => this.draw(this.series ?? [], this.bands ?? []));
+    this.resized = new ResizeObserver(() => this.redraw());
     this.resized.observe(this.plot);
+    this.seen = new IntersectionObserver((entries) => this.see(entries[entries.length - 1].isIntersecting), { rootMargin: "300px" });
+    this.seen.observe(this.plot);
   }
 
   close() {
     this.resized.disconnect();
+    this.seen.disconnect();
   }
 
-  draw(series, bands) {
-    this.series = series.filter((line) => line.points.length);
-    this.bands = bands;
+  /** key: the same one means the same data. What is not near the screen is drawn when it comes there. */
+  show(key, series, bands) {
+    if (key === this.key) return;
+    this.key = key;
+    this.series = series().filter((line) => line.points.length);
+    this.bands = bands().filter((band) => band.points.length);
+    this.drawKeys();
+    this.redraw();
+  }
+
+  see(visible) {
+    this.visible = visible;
+    if (visible && this.stale) this.redraw();
+  }
+
+  redraw() {
+    this.stale = !this.visible;
+    if (this.visible && this.series) this.draw();
+  }
+
+  draw() {
+    const { bands } = this;
     const width = Math.max(200, this.plot.clientWidth || WIDTH);
     this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     this.x = scale(extent(this.series.flatMap((line) => ends(line.points))), LEFT, width - RIGHT);
@@ -50,8 +72,6 @@ export class Chart {
       ...this.series.flatMap((line) => this.line(line)),
       this.cross,
     );
-    this.svg.setAttribute("aria-label", this.summary());
-    this.drawKeys();
     if (this.table.open) this.fillTable();
   }
 
@@ -83,9 +103,9 @@ export class Chart {
     const path = (at) => at.map(([x, y], i) => `${i ? "L" : "M"}${this.x(x).toFixed(1)} ${this.y(y).toFixed(1)}`).join("");
     const parts = [];
     if (smooth > 1 && points.length > smooth) {
-      parts.push(svg("path", { class: `raw ${run}`, d: path(points) }));
-      parts.push(svg("path", { class: `line ${kind} ${run}`, d: path(movingMean(points, smooth)) }));
-    } else parts.push(svg("path", { class: `line ${kind} ${run}`, d: path(points) }));
+      parts.push(svg("path", { class: `raw ${run}`, d: path(peaks(points)) }));
+      parts.push(svg("path", { class: `line ${kind} ${run}`, d: path(peaks(movingMean(points, smooth))) }));
+    } else parts.push(svg("path", { class: `line ${kind} ${run}`, d: path(peaks(points)) }));
     if ((dots && points.length <= 150) || points.length === 1) {
       for (const [x, y] of points) parts.push(svg("circle", { class: `dot ${run}`, cx: this.x(x), cy: this.y(y), r: 3 }));
     }
@@ -102,6 +122,7 @@ export class Chart {
   }
 
   drawKeys() {
+    this.svg.setAttribute("aria-label", this.summary());
     this.keys.replaceChildren(
       ...this.series.map((line) => {
         const mark = svg("svg", { viewBox: "0 0 26 10", class: line.run, "aria-hidden": "true" });
@@ -156,6 +177,25 @@ export function movingMean(points, window) {
     if (i >= window) sum -= points[i - window][1];
     return [x, sum / Math.min(i + 1, window)];
   });
+}
+
+const MOST_POINTS = 1200;
+
+/** Of a long line the least and the largest value of each stretch: it looks the same and no spike is lost. */
+export function peaks(points) {
+  if (points.length <= MOST_POINTS) return points;
+  const kept = [];
+  const stretch = Math.ceil((2 * points.length) / MOST_POINTS);
+  for (let start = 0; start < points.length; start += stretch) {
+    let [low, high] = [start, start];
+    for (let i = start; i < Math.min(points.length, start + stretch); i++) {
+      if (points[i][1] < points[low][1]) low = i;
+      if (points[i][1] > points[high][1]) high = i;
+    }
+    kept.push(points[Math.min(low, high)]);
+    if (low !== high) kept.push(points[Math.max(low, high)]);
+  }
+  return kept;
 }
 
 /** Round values between low and high, about `count`. */

@@ -121,17 +121,20 @@ export class CurvesView {
   }
 
   fill(chart, spec, runs) {
-    const series = [];
-    const bands = [];
-    for (const run of runs) {
-      for (const [kind, metric, label] of spec.lines) {
-        const what = [runs.length > 1 ? run.name : null, label].filter(Boolean).join(", ") || "now";
-        const smooth = kind === "train" ? this.smooth : 1;
-        series.push({ label: what, run: colour(run), kind, points: run.series(metric), dots: kind !== "train", smooth });
-      }
-      if (spec.band) bands.push({ run: colour(run), points: run.band(spec.band) });
-    }
-    chart.draw(series, bands.filter((band) => band.points.length));
+    const state = runs.map((run) => [run.number, run.version, run.rows.length, run.told]);
+    const lines = () =>
+      runs.flatMap((run) =>
+        spec.lines.map(([kind, metric, label]) => ({
+          label: [runs.length > 1 ? run.name : null, label].filter(Boolean).join(", ") || "now",
+          run: colour(run),
+          kind,
+          points: run.series(metric),
+          dots: kind !== "train",
+          smooth: kind === "train" ? this.smooth : 1,
+        })),
+      );
+    const bands = () => (spec.band ? runs.map((run) => ({ run: colour(run), points: run.band(spec.band) })) : []);
+    chart.show(JSON.stringify([state, spec, this.smooth]), lines, bands);
   }
 }
 

@@ -21,6 +21,7 @@ export class Run {
     if (message.reset) this.forget();
     for (const row of message.metrics ?? []) this.rows.push(row);
     for (const band of message.bands ?? []) this.bands.set(band.iteration, band);
+    if (message.metrics || message.bands) this.told = (this.told ?? 0) + 1;
     for (const alarm of message.alarms ?? []) this.alarms.push(alarm);
     for (const key of ["facts", "samples", "spans"]) if (message[key] !== undefined) this[key] = message[key];
   }
