@@ -32,7 +32,7 @@ from verst.loops.run_folder import RunFolder, dump
 from verst.loops.shown import heldout_samples, seen_groups
 from verst.loops.stop import Interrupted, StopSignal
 from verst.loops.watch import Watch, gold_metrics
-from verst.obs.loop_lag import LoopLag
+from verst.obs.machine import DriverLoad
 from verst.obs.metrics import mean_of_finite, read_metrics
 from verst.obs.spans import DRIVER, TRAINER, lane_of
 from verst.rollout.ahead import Ahead
@@ -104,7 +104,7 @@ class Run:
         self._heldout = heldout
         self._checkpoints = Checkpoints(folder.checkpoints, cluster.trainer, recipe.checkpoint)
         self._watch = Watch(recipe, score_gold=cluster.score_gold)
-        self._lag = LoopLag()
+        self._load = DriverLoad()
         self._spans = report.spans
         engines = cluster.engines
         stages: dict[str, Any] = {"generate": engines.generate, "parse": cluster.parse, "check": engines.check}
@@ -130,7 +130,7 @@ class Run:
     async def to_the_end(self, stop: StopSignal, saved: Mapping[str, Any] | None, until: int | None = None) -> None:
         """saved: the run state of the newest checkpoint; None for a new run."""
         recipe = self._recipe
-        self._lag.start()
+        self._load.start()
         self._report.status(self._cluster.sync_choice)
         for choice in dict.fromkeys(self._cluster.transports):
             self._report.status(f"samples by {choice}")
@@ -179,7 +179,7 @@ class Run:
             **self._cluster.reward_metrics(),
             **self._cluster.supervision_metrics(),
             **self._cluster.engines.metrics(),
-            **self._lag.metrics(),
+            **self._load.metrics(),
             **self._spans.metrics(),
             **perf_metrics(recipe, rollout, longest_s=self._spans.longest_stage_s(iteration - 1)),
             "perf/wait_s": wait_s,
@@ -287,7 +287,7 @@ class Run:
 
     async def close(self) -> None:
         """No rollout and no publishing of a checkpoint goes on after this."""
-        self._lag.stop()
+        self._load.stop()
         await self._ahead.close()
         await self._checkpoints.close()
 
