@@ -6,6 +6,7 @@ import json
 import math
 import random
 import runpy
+from collections import Counter
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -34,6 +35,7 @@ from verst.loops.sft import train_sft
 from verst.loops.sft_data import DrawnBatches
 from verst.loops.sft_loss import Sft
 from verst.obs.metrics import read_metrics, series
+from verst.obs.spans import read_spans
 from verst.rewards.ocr import LineReader
 from verst.trainer.core import Trainer
 from verst.types import SampleKey
@@ -188,6 +190,8 @@ def test_a_run_learns_and_writes_a_pipeline(tiny: Path, tmp_path: Path) -> None:
     image = loaded("12", output_type="pt", **options).images
     assert torch.isfinite(image).all()
     assert json.loads((tmp_path / "sft" / "summary.json").read_text())["iterations"] == 8
+    phases = Counter(span.name for span in read_spans(tmp_path / "sft"))
+    assert (phases["iteration"], phases["wait"], phases["train"], phases["evaluate"]) == (8, 8, 8, 2)
 
 
 def test_resumed_is_bitwise_the_same_run(tiny: Path, tmp_path: Path) -> None:

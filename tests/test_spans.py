@@ -22,7 +22,7 @@ from verst.engine.server import EngineServer
 from verst.engine.wire import decode_response
 from verst.obs import spans
 from verst.obs.events import EventLog
-from verst.obs.spans import FILE, Span, Spans, lane_of, read_spans
+from verst.obs.spans import FILE, STARTED, Span, Spans, lane_of, read_spans
 from verst.obs.stage_times import covered_s, most_at_a_time, percentiles
 from verst.rewards.base import RewardBatch
 from verst.rewards.pool import RewardPool
@@ -101,6 +101,16 @@ def test_ten_thousand_microgroups_stay_within_the_bound(tmp_path: Path) -> None:
     assert sum(sizes) < 2 * 200_200
     groups = [span.group for span in read_spans(tmp_path)]
     assert groups == list(range(10_000 - len(groups), 10_000))
+
+
+def test_what_the_newest_process_did_can_be_read_alone(tmp_path: Path) -> None:
+    for number in range(3):
+        log = log_in(tmp_path)
+        log.event(STARTED)
+        Spans(log).add("train", start_s=number, end_s=number + 1, iteration=number)
+        log.close()
+    assert [span.iteration for span in read_spans(tmp_path)] == [0, 1, 2]
+    assert [span.iteration for span in read_spans(tmp_path, newest=True)] == [2]
 
 
 def test_metrics_of_stages_and_lanes() -> None:

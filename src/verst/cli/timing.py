@@ -41,7 +41,7 @@ def triage(run: Path, *, as_json: bool) -> None:
     from verst.errors import ConfigError
     from verst.obs.triage import triage as found_in
 
-    spans = spans_of(run)
+    spans = spans_of(run, newest=True)
     recipe = load_recipe(run / "recipe.toml")
     if not isinstance(recipe, RlRecipe):
         raise ConfigError(f"{run} is an SFT run; only RL runs have rollouts to look at")
@@ -117,12 +117,12 @@ def _s(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
-def spans_of(run: Path) -> list[Span]:
-    """Raises ConfigError for a folder without any."""
+def spans_of(run: Path, *, newest: bool = False) -> list[Span]:
+    """newest: of the process that was started last. Raises ConfigError for a folder without any."""
     from verst.errors import ConfigError
     from verst.obs.spans import FILE, read_spans
 
-    spans = read_spans(run)
+    spans = read_spans(run, newest=newest)
     if not spans:
         raise ConfigError(f"{run / 'events' / FILE} is missing or holds no spans; name the folder of an RL run")
     return spans

@@ -244,7 +244,8 @@ class Cluster:
         sleep = self._recipe.cluster.sleep
         if sleep.engine != "off":
             keep: Literal["all", "others"] = "all" if sleep.engine == "host" else "others"
-            await self._with_engines(lambda: self.engines.sleep(keep=keep))
+            with self._spans.span("sleep", lane=lane_of(DRIVER, 0)):
+                await self._with_engines(lambda: self.engines.sleep(keep=keep))
         return await self.trainer.update(shares)
 
     async def sync(self, version: int, *, ema: bool = False) -> Mapping[str, Any]:
@@ -255,7 +256,8 @@ class Cluster:
 
         async def hand_over() -> Mapping[str, Any]:
             if self._recipe.cluster.sleep.engine != "off":
-                await self.engines.wake()
+                with self._phase("wake", version):
+                    await self.engines.wake()
             return await self._hand_over.to_all(self.engines, version, ema=ema)
 
         return await self._with_engines(hand_over)

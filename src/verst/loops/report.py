@@ -24,7 +24,7 @@ from verst.obs.images import before_after, grid, load_picture, padded, save_png
 from verst.obs.metrics import MetricsLog, read_metrics, series
 from verst.obs.progress import make_progress
 from verst.obs.samples import ShownSample, forget_after, read_samples, save_samples, saved_steps
-from verst.obs.spans import FILE, Spans
+from verst.obs.spans import FILE, STARTED, Spans
 from verst.obs.summary import RunSummary, print_summary
 from verst.obs.tensorboard import TensorBoardLog
 
@@ -41,6 +41,7 @@ class Report:
         self._events = EventLog(folder.events / FILE, flush_s=1.0)
         self.spans = Spans(self._events, capacity=lanes(recipe) if isinstance(recipe, RlRecipe) else {})
         """Takes down where the time goes."""
+        self._events.event(STARTED)
         self._ledger = Ledger(folder.path / "trained.jsonl")
         self._alarms = EventLog(folder.events / "alarms.jsonl")
         self._supervision = EventLog(folder.events / "supervision.jsonl")

@@ -29,8 +29,11 @@ def train_sft(recipe: SftRecipe, folder: RunFolder, *, quiet: bool = False) -> P
         iteration, stopped = run.start(), False
         with run.batches(iteration) as batches:
             while iteration < recipe.run.iterations and not stopped:
-                batch = batches.get()
-                metrics = run.trainer.step(run.loss.tiles(batch))
                 iteration += 1
-                stopped = run.after_step(iteration, metrics, batch.metrics)
+                with run.phase("iteration", iteration):
+                    with run.phase("wait", iteration):
+                        batch = batches.get()
+                    with run.phase("train", iteration):
+                        metrics = run.trainer.step(run.loss.tiles(batch))
+                    stopped = run.after_step(iteration, metrics, batch.metrics)
         return run.end(iteration, stopped=stopped)

@@ -29,6 +29,7 @@ from verst.loops.sft_loss import LOSSES
 from verst.loops.sft_model import arrange_blocks, load_model, pick_device, trained_modules
 from verst.loops.sft_source import check_prompts, open_source, read_captions, read_heldout, refuse_shared
 from verst.obs.metrics import MetricsLog
+from verst.obs.spans import DRIVER, TRAINER, lane_of
 from verst.trainer import checkpoint
 from verst.trainer.core import StepMetrics, Trainer
 from verst.trainer.scaler import make_scaler
@@ -117,14 +118,20 @@ class SftRun:
         metrics = step_metrics(step) | dict(more) | {"perf/iteration_s": time.perf_counter() - self._last_step_s}
         stop = False
         if iteration % recipe.eval.every == 0 or last:
-            with self._evaluated_weights():
+            with self.phase("evaluate", iteration), self._evaluated_weights():
                 metrics |= self._evaluate(self.components, iteration)
                 stop = self._reached_stop(iteration, metrics)
         self._report.iteration(iteration, metrics)
         if iteration % recipe.checkpoint.every == 0 or last:
-            self._save_checkpoint(iteration)
+            with self.phase("checkpoint", iteration):
+                self._save_checkpoint(iteration)
         self._last_step_s = time.perf_counter()
         return stop
+
+    def phase(self, name: str, iteration: int) -> AbstractContextManager[None]:
+        """Takes down a span."""
+        kind = TRAINER if name == "train" else DRIVER
+        return self._report.spans.span(name, lane=lane_of(kind, 0), iteration=iteration)
 
     def end(self, iteration: int, *, stopped: bool) -> Path:
         """The written pipeline. Raises InvariantError when a stop rule was set and never met."""

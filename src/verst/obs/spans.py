@@ -24,6 +24,8 @@ HELDOUT = -1
 """Number of the rollout that an evaluation's microgroups name."""
 FILE = "spans.jsonl"
 """In a run's folder `events`."""
+STARTED = "started"
+"""Event in it: a process of the run began."""
 
 _NOTHING: Mapping[str, Attribute] = MappingProxyType({})
 _here: ContextVar[Mapping[str, Attribute]] = ContextVar("verst_spans", default=_NOTHING)
@@ -75,9 +77,15 @@ class Span:
 _FIELDS = ("lane", "rollout", "group", "index", "iteration", "error")
 
 
-def read_spans(run: Path) -> list[Span]:
-    """Of a run folder, by their start; of a long run those that are kept. Raises CheckpointError for a damaged file."""
-    events = [event for event in read_events(run / "events" / FILE) if "duration_s" in event]
+def read_spans(run: Path, *, newest: bool = False) -> list[Span]:
+    """Of a run folder, by their start; of a long run those that are kept. Raises CheckpointError for a damaged file.
+
+    newest: of the process alone that was started last: its recipe may be another one.
+    """
+    events = read_events(run / "events" / FILE)
+    if newest:
+        events = events[max((i for i, event in enumerate(events) if event["name"] == STARTED), default=0) :]
+    events = [event for event in events if "duration_s" in event]
     return sorted((_span(event) for event in events), key=lambda span: (span.start_s, -span.end_s))
 
 

@@ -11,8 +11,8 @@ from typing import Any
 PERCENTILES = (50, 95, 99)
 WAITS = {"engine_wait": "engine", "queue": "engine", "parse_wait": "parser", "reward_wait": "reward"}
 """Name of a wait -> the kind that is waited for; of rewards the span's `reward` says which."""
-PHASES = ("publish", "update")
-"""Halves of a weight hand-off."""
+PHASES = ("sleep", "wake", "publish", "update")
+"""Of the driver, in training and in a weight hand-off."""
 Intervals = dict[str, "array[float]"]
 """Something -> start, end, start, end, ... in seconds."""
 STAGES = (
@@ -41,7 +41,7 @@ class StageTimes:
     """Fed span by span; little memory, and none that stays after `metrics`."""
 
     def __init__(self, capacity: Mapping[str, int]) -> None:
-        """capacity: kind of lane -> number of lanes."""
+        """capacity: kind of lane -> number of lanes; of other kinds no utilisation is known."""
         self._capacity = dict(capacity)
         self._work: dict[int, Intervals] = {}
         """rollout -> what each lane did for it."""
@@ -64,7 +64,8 @@ class StageTimes:
                 self._waits[kind].extend((start_s, end_s))
         if lane is None or not is_work(name, attributes):
             return
-        self._busy[lane].extend((start_s, end_s))
+        if lane.rpartition(":")[0] in self._capacity:
+            self._busy[lane].extend((start_s, end_s))
         if rollout is not None and rollout >= 0:
             self._work.setdefault(rollout, defaultdict(_doubles))[lane].extend((start_s, end_s))
 
