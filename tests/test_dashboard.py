@@ -233,6 +233,9 @@ def test_a_window_has_every_span_that_touches_it():
 
 def test_where_there_are_too_many_lanes_are_merged_and_whole_microgroups_stay():
     store = spans(20_000)
+    for i in range(900):
+        known = {"name": "iteration", "duration_s": 0.2, "lane": "driver:0", "iteration": i}
+        store.add({"time_s": 1.8e9 + 0.2 * i, **known})
     found = store.window(limit=4000)
     columns = {name: np.array(values) for name, values in found["columns"].items()}
     assert len(columns["start"]) <= 4100
@@ -242,6 +245,8 @@ def test_where_there_are_too_many_lanes_are_merged_and_whole_microgroups_stay():
         assert columns["count"][lanes == lane].sum() == 10_000
         covered = columns["us"][lanes == lane].sum()
         assert covered == pytest.approx(20_000 * 10_000, rel=0.05)  # 12 ms gaps are narrower than what is drawn
+        assert columns["busy"][lanes == lane].sum() == pytest.approx(10_000 * 8_000, rel=1e-3)
+    assert columns["iteration"][lanes == "driver:0"].tolist() == list(range(900))  # they stay as they are
     stages = lanes == ""
     names = np.array(found["names"])[columns["name"]][stages]
     key = [tuple(columns[name][stages][i] for name in ("rollout", "group", "index")) for i in range(stages.sum())]

@@ -89,8 +89,8 @@ class SpanStore:
     ) -> dict[str, Any]:
         """At most about `limit` spans that touch the window, of those added after the first `since`.
 
-        Where there are more, neighbours on a lane are merged (`count` says how many), and of the microgroups every
-        `sampled`-th is there, with all of its stages.
+        Where there are more, neighbours on a lane are merged (`count` says how many, `busy` what they cover of their
+        `us`), and of the microgroups every `sampled`-th is there, with all of its stages.
         """
         columns = {name: np.array(column) for name, column in self._columns.items()}
         for column in columns:
@@ -101,10 +101,14 @@ class SpanStore:
         touched = np.flatnonzero((end >= low) & (start <= high))
         columns = {name: column[touched] for name, column in columns.items()}
         columns["count"] = np.ones(len(touched), dtype=np.int64)
+        columns["busy"] = columns["us"]
         sampled = 1
         if len(touched) > limit:
             stages = columns["lane"] == self._lanes.number("")
-            lanes = _merged(_rows(columns, ~stages), (high - low) / _PIXELS, limit // 2)
+            works = _rows(columns, ~stages)
+            # An iteration is what people look for, however many there are.
+            whole_ones = works["name"] == self._names.number("iteration")
+            lanes = _merged(works, (high - low) / _PIXELS, limit // 2, keep=whole_ones)
             parts, sampled = _some(_rows(columns, stages), limit - len(lanes["start"]))
             columns = {name: np.concatenate([lanes[name], parts[name]]) for name in columns}
         return self._answer(columns, whole, sampled)
@@ -144,10 +148,23 @@ def _some(columns: dict[str, np.ndarray], limit: int) -> tuple[dict[str, np.ndar
     return _rows(columns, order[member.reshape(-1)] % every == 0), every
 
 
-def _merged(columns: dict[str, np.ndarray], gap_us: float, limit: int) -> dict[str, np.ndarray]:
-    """Spans of one name and lane with less than `gap_us` between them are one; a wider gap where too many stay."""
-    if len(columns["start"]) <= limit:
+def _merged(columns: dict[str, np.ndarray], gap_us: float, limit: int, *, keep: np.ndarray) -> dict[str, np.ndarray]:
+    """At most about `limit` spans: lanes that have no more than their share stay, of the others spans of one name with
+    less than `gap_us` between them are one; a wider gap where too many stay. keep: those that stay in any case."""
+    lanes, lane, counts = np.unique(columns["lane"], return_inverse=True, return_counts=True)
+    crowded = (counts > limit // max(1, len(lanes)))[lane.reshape(-1)] & ~keep
+    if len(columns["start"]) <= limit or not crowded.any():
         return columns
+    quiet, rest = _rows(columns, ~crowded), _rows(columns, crowded)
+    room = max(1, limit - len(quiet["start"]))
+    merged = _joined(rest, gap_us)
+    while len(merged["start"]) > room and gap_us < rest["start"].max() - rest["start"].min():
+        gap_us *= 4
+        merged = _joined(rest, gap_us)
+    return {name: np.concatenate([quiet[name], merged[name]]) for name in columns}
+
+
+def _joined(columns: dict[str, np.ndarray], gap_us: float) -> dict[str, np.ndarray]:
     order = np.lexsort((columns["start"], columns["name"], columns["lane"]))
     rows = _rows(columns, order)
     end = rows["start"] + rows["us"]
@@ -157,12 +174,13 @@ def _merged(columns: dict[str, np.ndarray], gap_us: float, limit: int) -> dict[s
     latest = np.maximum.accumulate(end + shift) - shift
     far = rows["start"][1:] - latest[:-1] > gap_us
     begins = np.flatnonzero(np.concatenate([[True], ~same | far]))
-    if len(begins) > limit and gap_us > 0:
-        return _merged(columns, 4 * gap_us, limit)
     alone = np.diff(np.append(begins, len(order))) == 1
     merged = {name: column[begins] for name, column in rows.items()}
     for name in (*_NUMBERS, "extra"):
         merged[name] = np.where(alone, merged[name], NONE)
     merged["us"] = np.maximum.reduceat(end, begins) - merged["start"]
     merged["count"] = np.add.reduceat(rows["count"], begins)
+    new = np.concatenate([[True], ~same])
+    from_us = np.where(new, rows["start"], np.maximum(rows["start"], np.concatenate([[0.0], latest[:-1]])))
+    merged["busy"] = np.add.reduceat(np.maximum(0.0, end - from_us), begins)
     return merged

@@ -37,6 +37,7 @@ export class Spans {
         iteration: c.iteration[i],
         extra: c.extra[i],
         count: c.count[i],
+        busy: c.busy[i],
         waits: waits[c.name[i]],
       };
       if (span.lane === "") this.addStage(span);
@@ -145,9 +146,14 @@ export function idle(lane, from, to, least) {
   const [first, end] = touching(lane, from, to);
   let at = from;
   let quiet = 0;
+  let merged = false;
+  let busy = 0;
   for (let i = first; i < end; i++) {
     const span = lane.spans[i];
     if (span.waits) continue;
+    merged ||= span.count > 1;
+    const inside = Math.min(to, span.end) - Math.max(from, span.start);
+    if (inside > 0) busy += span.busy * (inside / (span.end - span.start));
     if (span.start > at) {
       quiet += span.start - at;
       if (span.start - at > least) gaps.push([at, span.start]);
@@ -158,7 +164,9 @@ export function idle(lane, from, to, least) {
     quiet += to - at;
     if (to - at > least) gaps.push([at, to]);
   }
-  return { busy: to > from ? 1 - quiet / (to - from) : 0, gaps };
+  // What was merged has pauses inside that are not gaps here; its parts hardly overlap.
+  const share = merged ? Math.min(1, busy / (to - from)) : 1 - quiet / (to - from);
+  return { busy: to > from ? share : 0, gaps };
 }
 
 const MAX_DEPTH = 8;

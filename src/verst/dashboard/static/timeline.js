@@ -218,7 +218,8 @@ class Panel {
       return;
     }
     const spans = this.spans;
-    const sampled = spans.sampled > 1 ? `; of the microgroups every ${spans.sampled}th is drawn here, zoom in for all` : "";
+    const more = this.view.store.source.live ? "; zoom in for all" : "";
+    const sampled = spans.sampled > 1 ? `; one of ${spans.sampled} microgroups is drawn${more}` : "";
     const text = `${spans.rows().length} microgroups, ${this.overview.total} spans${sampled}.`;
     if (this.note.textContent !== text) this.note.textContent = text;
     this.painter.paint(spans, this.view.range, this.view.layout);
