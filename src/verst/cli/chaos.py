@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -32,6 +33,9 @@ def run(
 ) -> None:
     from verst.config.recipe import RlRecipe
     from verst.loops.chaos import KINDS, chaos
+
+    # A run of its own is under way while this one waits: an end from outside has to reach it too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     if not isinstance(recipe, RlRecipe):
         raise ConfigError(f"{source} is supervised training, which is one process: chaos is for RL recipes")
@@ -79,6 +83,8 @@ def _print_table(outcome: Outcome, folder: Path) -> None:
         f"{outcome.iterations} iterations, {outcome.samples} samples, each once; {outcome.metrics} metrics and "
         f"{outcome.tensors} tensors compared with the calm run's"
     )
+    if outcome.cut_short is not None:
+        console.print(f"fewer faults than planned: {outcome.cut_short}")
     for line in outcome.problems:
         console.print(f"    {line}", markup=False)
     console.print(f"{len(outcome.problems)} problems" if outcome.problems else "All invariants hold.")

@@ -172,7 +172,9 @@ def chaos(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of both runs; unset = a temporary one, kept.")] = None,
     limit_s: Annotated[float, typer.Option("--limit", help="Seconds without progress that are a hang.")] = 30.0,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds that each of the two runs may take.")] = 3600.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", help="Seconds after which no further fault is begun.")
+    ] = 3600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run a recipe twice, once among random faults, and check that nothing is lost and the weights are the same."""

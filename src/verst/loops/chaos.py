@@ -66,6 +66,8 @@ class Outcome:
     restarts: dict[str, int] = field(default_factory=dict)
     """kind -> how often the run brought one back."""
     hangs: int = 0
+    cut_short: str | None = None
+    """Why there were fewer faults than planned."""
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
     """One line for each thing that does not hold."""
@@ -112,10 +114,11 @@ class Storm:
         timeout_s: float,
         say: Callable[[str], None],
     ) -> None:
-        """run: its folder; log: where its output goes. timeout_s: of all of it."""
+        """run: its folder; log: where its output goes. timeout_s: after which no fault is begun, and again for the rest."""
         self._command, self._run, self._planned = list(command), run, list(planned)
         self._log, self._say = log, say
         self._started = time.monotonic()
+        self._timeout_s = timeout_s
         self._deadline = self._started + timeout_s
         self._best = 0
         self._since_best = 0
@@ -124,7 +127,7 @@ class Storm:
         """Processes that are killed, or stopped for good: it is for the run to find them."""
 
     def rage(self) -> Outcome:
-        """Until the run has ended by itself and every fault was tried."""
+        """Until the run has ended by itself, every fault tried, or as many as there was time for."""
         outcome = Outcome(planned=len(self._planned))
         self._start()
         try:
@@ -146,16 +149,15 @@ class Storm:
     def _strike(self, fault: Planned, number: int, outcome: Outcome) -> bool:
         """Whether it goes on."""
         if self._since_best >= _UNHURRIED and not self._wait(lambda: self._progressed() or self._ended()):
-            return self._give_up(outcome, "no iteration ended")
+            return self._cut(outcome, "no iteration ended any more before the time was up")
         if not self._wait(lambda: self._is_up() or self._ended()):
-            return self._give_up(outcome, "the run did not come up")
+            return self._cut(outcome, "the time was up before the run was")
         time.sleep(fault.wait_s)
         if not self._wait(lambda: bool(self._targets(fault.kind)) or self._ended()):
-            return self._give_up(outcome, f"no {fault.kind} was there")
+            return self._cut(outcome, f"the time was up before the {fault.kind} was there again")
         target = self._targets(fault.kind)
         if not target:
-            outcome.problems.append(f"the run ended after {number - 1} faults: give it more run.iterations")
-            return False
+            return self._cut(outcome, f"the run ended after {number - 1} faults: give it more run.iterations")
         process = target[int(fault.choice * len(target))]
         self._progressed()
         self._do(fault, process)
@@ -197,16 +199,17 @@ class Storm:
         self._start()
 
     def _finish(self, outcome: Outcome) -> None:
+        self._deadline = time.monotonic() + self._timeout_s
         if not self._wait(self._ended):
-            self._give_up(outcome, "the run did not end")
+            outcome.problems.append(f"the run did not end within {self._timeout_s:g} s after the last fault")
             return
         assert self._process is not None
         if self._process.returncode != 0:
             tail = self._log.read_text(errors="replace").splitlines()[-12:]
             outcome.problems.append(f"the run ended with status {self._process.returncode}: " + " | ".join(tail))
 
-    def _give_up(self, outcome: Outcome, why: str) -> bool:
-        outcome.problems.append(f"{why} in time")
+    def _cut(self, outcome: Outcome, why: str) -> bool:
+        outcome.cut_short = why
         return False
 
     def _ended(self) -> bool:
@@ -292,7 +295,7 @@ def chaos(
     calm, stormy = (out / name / recipe.run.name for name in ("calm", "stormy"))
     say("the calm run")
     started = time.monotonic()
-    done = subprocess.run(command("calm"), capture_output=True, text=True, timeout=timeout_s, check=False)
+    done = subprocess.run(command("calm"), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ConfigError(f"the run does not come to its end by itself: {(done.stdout + done.stderr)[-2000:]}")
     rows = read_metrics(calm / "metrics.jsonl")
