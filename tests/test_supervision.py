@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from loop_fixtures import on_a_loop
 from test_pipeline import ANSWER, task_of
 
+from verst.cluster import trainers
 from verst.cluster.calls import ActorPool
 from verst.cluster.diagnosis import last_lines, likely_cause
 from verst.cluster.hand_over import HandOver
 from verst.cluster.supervisor import Fault, Supervisor, Watched
+from verst.cluster.trainers import TrainerGroup
 from verst.config import load_recipe
 from verst.config.supervision import SupervisionConfig
 from verst.engine.wire import Answer, GenerateRequest
@@ -330,3 +333,58 @@ async def test_one_engine_gets_what_all_of_them_hold_or_nothing() -> None:
     trainer.digest = "e" * 8
     with pytest.raises(InvariantError, match="version 4 were dddddddd"):
         await hand_over.to_one(1, Client("last"))  # type: ignore[arg-type]
+
+
+class Method:
+    """Of an actor: raises what it is told to, or returns it."""
+
+    def __init__(self, outcome: Any, after_s: float = 0.0) -> None:
+        self._outcome, self._after_s = outcome, after_s
+
+    def remote(self, *args: Any) -> Awaitable[Any]:
+        async def answer() -> Any:
+            await asyncio.sleep(self._after_s)
+            if isinstance(self._outcome, Exception):
+                raise self._outcome
+            return self._outcome
+
+        return asyncio.ensure_future(answer())
+
+
+class Rank:
+    def __init__(self, update: Method) -> None:
+        self.update, self.host = update, Method("another host")
+
+
+async def updated(*ranks: Rank) -> tuple[TrainerGroup, BaseException | None]:
+    group = TrainerGroup(ranks)
+    await group.locate()
+    try:
+        await group.update([[] for _ in ranks])
+    except (StateLost, RuntimeError) as error:
+        return group, error
+    return group, None
+
+
+@on_a_loop
+async def test_the_end_of_a_rank_is_the_loss_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainers, "_UNTIL_AN_END_IS_KNOWN_S", 0.05)
+    group, error = await updated(Rank(Method("metrics")), Rank(Method("others")))
+    assert (error, group.state, group.lost, group.has_work) == (None, 1, {}, False)
+
+    group, error = await updated(Rank(Method(ProcessDied("rank 0 was killed"))), Rank(Method("others")))
+    assert isinstance(error, StateLost)
+    assert group.lost == {"trainer rank 0": "rank 0 was killed"}
+
+    group, error = await updated(Rank(Method(torch.OutOfMemoryError("CUDA out of memory"))))
+    assert isinstance(error, StateLost)
+    assert likely_cause(group.lost["trainer rank 0"], []).startswith("out of GPU memory")
+
+    # A rank notices that its neighbour is gone before anybody has said so.
+    broken = RuntimeError("Connection closed by peer")
+    group, error = await updated(Rank(Method(broken)), Rank(Method(ProcessDied("rank 1 was killed"), after_s=0.02)))
+    assert isinstance(error, StateLost)
+    assert group.lost == {"trainer rank 1": "rank 1 was killed"}
+
+    group, error = await updated(Rank(Method(broken)), Rank(Method("others")))
+    assert error is broken  # nobody was lost: a fault of the program
