@@ -13,7 +13,6 @@ import torch
 from loop_fixtures import on_a_loop
 from test_pipeline import ANSWER, task_of
 
-from verst.cluster import trainers
 from verst.cluster.calls import ActorPool
 from verst.cluster.diagnosis import last_lines, likely_cause
 from verst.cluster.hand_over import HandOver
@@ -367,8 +366,7 @@ async def updated(*ranks: Rank) -> tuple[TrainerGroup, BaseException | None]:
 
 
 @on_a_loop
-async def test_the_end_of_a_rank_is_the_loss_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainers, "_UNTIL_AN_END_IS_KNOWN_S", 0.05)
+async def test_the_end_of_a_rank_is_the_loss_of_the_state() -> None:
     group, error = await updated(Rank(Method("metrics")), Rank(Method("others")))
     assert (error, group.state, group.lost, group.has_work) == (None, 1, {}, False)
 

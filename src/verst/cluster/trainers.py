@@ -115,12 +115,12 @@ class TrainerGroup:
         """Of the first ranks."""
         self._in_flight += 1
         lost = self.lost
+        calls = [asyncio.ensure_future(_result(name, ref, lost)) for name, ref in zip(self.names, refs, strict=False)]
         try:
-            calls = zip(self.names, refs, strict=False)
-            return list(await asyncio.gather(*(_result(name, ref, lost) for name, ref in calls)))
+            return list(await asyncio.gather(*calls))
         except RuntimeError as error:
             # A rank that another one has left alone may say so before that one's end is known here.
-            await asyncio.sleep(_UNTIL_AN_END_IS_KNOWN_S if len(self.ranks) > 1 else 0)
+            await asyncio.wait(calls, timeout=_UNTIL_AN_END_IS_KNOWN_S)
             if lost:
                 raise StateLost("; ".join(lost.values())) from error
             raise
