@@ -70,7 +70,7 @@ def _recipe_class(data: dict[str, Any]) -> type[Recipe]:
     kind = algorithm.get("type") if isinstance(algorithm, dict) else None
     if kind is None:
         return RlRecipe
-    if kind not in classes:
+    if not isinstance(kind, str) or kind not in classes:
         raise ConfigError(f"algorithm.type = {kind!r}{_nearest_value(kind, list(classes))}")
     return classes[kind]
 

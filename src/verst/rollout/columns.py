@@ -59,6 +59,8 @@ def split_row(row: Mapping[str, Any], where: str, *, folder: Path) -> RowParts:
     text = row["prompt"]
     if not isinstance(text, str) or not text.strip():
         raise PromptError(f"{where}: `prompt` must be a text, got {text!r}")
+    if not _is_unicode(text):
+        raise PromptError(f"{where}: `prompt` holds half of a surrogate pair, which is no character: {text!r}")
     for name in row:
         _refuse_unclear(name, where)
     values = {name: _value(name, row[name], where) for name in _COLUMNS if name in row}
@@ -71,6 +73,14 @@ def split_row(row: Mapping[str, Any], where: str, *, folder: Path) -> RowParts:
         overrides=Overrides(**values),
         metadata={name: value for name, value in row.items() if name != "prompt" and name not in _COLUMNS},
     )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def from_text(name: str, cell: str) -> Any:
@@ -100,7 +110,7 @@ def _positive(value: Any) -> float | None:
 
 
 def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
+    return value if isinstance(value, str) and _is_unicode(value) else None
 
 
 def _path(value: Any) -> str | None:

@@ -34,6 +34,8 @@ def _jsonl(path: Path) -> Rows:
             raise PromptError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
         except _NoNumber as error:
             raise PromptError(f"{where}: {error} is no JSON value; leave the key out, or write null") from None
+        except (RecursionError, ValueError) as error:  # nested too deep, or a number of thousands of digits
+            raise PromptError(f"{where}: not JSON that can be read: {error}") from None
         if not isinstance(row, dict):
             raise PromptError(f'{where}: a line must be an object like {{"prompt": "..."}}, got {line[:60]}')
         if "prompt" not in row:

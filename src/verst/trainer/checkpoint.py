@@ -203,21 +203,41 @@ def read_state(folder: Path) -> dict[str, Any]:
 
     Raises CheckpointError, naming the file, for one that is missing, cut short or changed.
     """
+    for name, entry in _written(folder).items():
+        path = folder / name
+        try:
+            size, digest = path.stat().st_size, _sha256(path)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder} cannot be read: {error}. {_REMEDY}") from error
+        if size != entry["bytes"]:
+            raise CheckpointError(f"{path} has {size} bytes, {entry['bytes']} were written: it is damaged. {_REMEDY}")
+        if digest != entry["sha256"]:
+            raise CheckpointError(f"{path} is not what was written (checksum differs). {_REMEDY}")
+    return _read_record(folder / _STATE)
+
+
+def _written(folder: Path) -> dict[str, dict[str, Any]]:
+    """What the manifest says of each file: its bytes and sha256. Only of files in the folder."""
+    files = _read_record(folder / _MANIFEST).get("files")
+    good = isinstance(files, dict) and all(
+        isinstance(entry, dict) and {"bytes", "sha256"} <= set(entry) for entry in files.values()
+    )
+    if not good:
+        raise CheckpointError(f"{folder / _MANIFEST} does not say which files were written. {_REMEDY}")
+    outside = [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]
+    if outside:
+        raise CheckpointError(f"{folder / _MANIFEST} names {outside[0]!r}, which is not in the folder. {_REMEDY}")
+    return dict(files)
+
+
+def _read_record(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text())
-        for name, entry in manifest["files"].items():
-            path = folder / name
-            size = path.stat().st_size
-            if size != entry["bytes"]:
-                raise CheckpointError(
-                    f"{path} has {size} bytes, {entry['bytes']} were written: it is damaged. {_REMEDY}"
-                )
-            if _sha256(path) != entry["sha256"]:
-                raise CheckpointError(f"{path} is not what was written (checksum differs). {_REMEDY}")
-        state: dict[str, Any] = json.loads((folder / _STATE).read_text())
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}. {_REMEDY}") from error
-    return state
+        record = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.parent} cannot be read: {path.name}: {error}. {_REMEDY}") from error
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{path} holds a {type(record).__name__} and no record. {_REMEDY}")
+    return record
 
 
 _REMEDY = "Remove that checkpoint folder to go on from the one before it."
