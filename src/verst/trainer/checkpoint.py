@@ -219,15 +219,14 @@ def read_state(folder: Path) -> dict[str, Any]:
 def _written(folder: Path) -> dict[str, dict[str, Any]]:
     """What the manifest says of each file: its bytes and sha256. Only of files in the folder."""
     files = _read_record(folder / _MANIFEST).get("files")
-    good = isinstance(files, dict) and all(
-        isinstance(entry, dict) and {"bytes", "sha256"} <= set(entry) for entry in files.values()
-    )
-    if not good:
+    entries = files.values() if isinstance(files, dict) else [None]
+    if not all(isinstance(entry, dict) and {"bytes", "sha256"} <= set(entry) for entry in entries):
         raise CheckpointError(f"{folder / _MANIFEST} does not say which files were written. {_REMEDY}")
-    outside = [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]
+    written: dict[str, dict[str, Any]] = files or {}
+    outside = [name for name in written if Path(name).is_absolute() or ".." in Path(name).parts]
     if outside:
         raise CheckpointError(f"{folder / _MANIFEST} names {outside[0]!r}, which is not in the folder. {_REMEDY}")
-    return dict(files)
+    return written
 
 
 def _read_record(path: Path) -> dict[str, Any]:
