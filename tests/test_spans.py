@@ -159,13 +159,21 @@ def test_what_a_server_says_is_put_in_the_middle_of_what_its_client_saw() -> Non
     assert said.batch == 17
     assert said.stages["denoise"][0] - said.stages["queue"][0] == pytest.approx(0.25, abs=2e-6)
     assert said.stages["denoise"][1] - said.stages["denoise"][0] == pytest.approx(0.75, abs=2e-6)
+    watch.add("decode", origin + 1 / 3, origin + 2 / 3)
+    watch.add("ship", origin + 2 / 3, origin + 0.9)
+    again = ServerTimes.of(watch.header())
+    assert again is not None
+    assert again.stages["decode"][1] == again.stages["ship"][0]  # or they would overlap in a trace
     said = ServerTimes.of("queue;dur=250;start=100, denoise;dur=750;start=350, total;dur=1200")
     assert said is not None
     times = AnswerTimes(sent_s=50.0, answered_s=51.4, received_s=60.0, server=said)
     assert times.stages() == {"queue": pytest.approx((50.2, 50.45)), "denoise": pytest.approx((50.45, 51.2))}
 
 
-@pytest.mark.parametrize("header", [None, "", "cache;desc=hit", "total;dur=x", "total", "queue;dur=1;start=0"])
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "cache;desc=hit", "total;dur=x", "total", "queue;dur=1;start=0", "q;dur=inf;start=1, total;dur=1"],
+)
 def test_other_servers_may_say_anything(header: str | None) -> None:
     assert ServerTimes.of(header) is None
     assert AnswerTimes(sent_s=1.0, answered_s=2.0, received_s=3.0).stages() == {}

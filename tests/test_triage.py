@@ -183,6 +183,7 @@ def test_smaller_microgroups_where_engines_run_out_of_them() -> None:
 def test_bound_by_the_trainer() -> None:
     plant = Plant(train_s=40.0)
     found = plant.triage()
+    assert next(use.busy_s for use in found.uses if use.name == "trainer") == pytest.approx(40.0)
     assert found.bottleneck == "trainer"
     assert found.findings[0].knob == "schedule.type"
     rollout_s = 64 * 0.5 / 2

@@ -96,7 +96,7 @@ def triage(spans: Sequence[Span], setup: Setup) -> Triage:
     iteration_s = _mean(span.seconds for span in iterations)
     model = _Model(spans, setup)
     phases = _phases(spans, iterations)
-    uses = _uses(spans, iterations, setup)
+    uses = _uses(spans, iterations, setup, train_s=phases["train"])
     found = [*model.findings(), *_of_phases(phases)]
     findings = [dataclasses.replace(f, gain=f.gain_s / iteration_s) for f in found if f.gain_s >= WORTH * iteration_s]
     return Triage(
@@ -124,7 +124,7 @@ def _phases(spans: Sequence[Span], iterations: Sequence[Span]) -> dict[str, floa
     return {**phases, "other": max(0.0, _mean(s.seconds for s in iterations) - sum(phases.values()))}
 
 
-def _uses(spans: Sequence[Span], iterations: Sequence[Span], setup: Setup) -> tuple[Use, ...]:
+def _uses(spans: Sequence[Span], iterations: Sequence[Span], setup: Setup, *, train_s: float) -> tuple[Use, ...]:
     numbers = {ENGINE: setup.engines, PARSER: setup.parsers}
     numbers |= {f"reward/{name}": stage.workers for name, stage in setup.rewards.items()} | {TRAINER: 1}
     windows = [(span.start_s, span.end_s) for span in iterations]
@@ -134,7 +134,7 @@ def _uses(spans: Sequence[Span], iterations: Sequence[Span], setup: Setup) -> tu
         work = [span for span in spans if span.kind == kind and is_work(span.name, span.more)]
         inside = sum(_covered_by_lane(work, window) for window in windows)
         of_rollouts = _covered_by_lane([s for s in work if s.rollout is not None and s.rollout >= 0])
-        busy_s = _mean(s.seconds for s in work) if kind == TRAINER else of_rollouts / num_rollouts / number
+        busy_s = train_s if kind == TRAINER else of_rollouts / num_rollouts / number
         elapsed_s = sum(end - start for start, end in windows)
         uses.append(Use(name=kind, number=number, busy_s=busy_s, utilisation=inside / elapsed_s / number))
     return tuple(uses)

@@ -29,10 +29,11 @@ class Stopwatch:
 
     def header(self) -> str:
         """As of now."""
-        parts = [
-            f"{stage};dur={1000 * (end - start):.3f};start={1000 * (start - self._arrived_s):.3f}"
-            for stage, (start, end) in self._stages.items()
-        ]
+        parts = []
+        for stage, (start_s, end_s) in self._stages.items():
+            # Whole microseconds first: what begins when something else ends does so in the header too.
+            start_us, end_us = (round(1e6 * (at_s - self._arrived_s)) for at_s in (start_s, end_s))
+            parts.append(f"{stage};dur={(end_us - start_us) / 1000:.3f};start={start_us / 1000:.3f}")
         parts.append(f"total;dur={1000 * (time.perf_counter() - self._arrived_s):.3f}")
         return ", ".join(parts if self.batch is None else [*parts, f'batch;desc="{self.batch}"'])
 
@@ -61,9 +62,9 @@ class ServerTimes:
                 elif name == "batch":
                     batch = int(values["desc"].strip('"'))
                 elif "start" in values:
-                    start_s = float(values["start"]) / 1000
-                    stages[name] = (start_s, start_s + float(values["dur"]) / 1000)
-        except (KeyError, ValueError):
+                    start_us, dur_us = (round(1000 * float(values[key])) for key in ("start", "dur"))
+                    stages[name] = (start_us / 1e6, (start_us + dur_us) / 1e6)
+        except (KeyError, ValueError, OverflowError):
             return None
         return None if total_s is None else cls(stages=stages, total_s=total_s, batch=batch)
 
