@@ -5,7 +5,7 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test test-sglang bench-learning bench-transport lint format clean
+.PHONY: help install demo test test-sglang bench-learning bench-transport bench-overlap bench-scale lint format clean
 
 help:
 	@echo "make demo   train a small text-to-image model to write digits (about 5 to 8 minutes on two CPU cores)"
@@ -13,6 +13,8 @@ help:
 	@echo "make test-sglang   compare with SGLang-Diffusion itself (2.7 GB into build/sglang, once; then a minute or two)"
 	@echo "make bench-learning   every online algorithm on the glyph model, three seeds each (hours on two cores)"
 	@echo "make bench-transport   samples from engine to driver: shared memory, msgpack, JSON (a few minutes, 6 GB)"
+	@echo "make bench-overlap   a rollout against the longest of its stages, and the simulation of it (about ten minutes)"
+	@echo "make bench-scale   what a microgroup costs the driver in rollouts of 100 to 10,000 (about ten minutes)"
 	@echo "make lint / make format / make clean"
 
 $(VENV)/.runtime: requirements.txt pyproject.toml
@@ -72,6 +74,12 @@ bench-learning: $(VENV)/.runtime
 
 bench-transport: $(VENV)/.runtime
 	$(BIN)/python benchmarks/transport.py
+
+bench-overlap: $(VENV)/.runtime
+	$(BIN)/python benchmarks/overlap.py
+
+bench-scale: $(VENV)/.runtime
+	$(BIN)/python benchmarks/scale.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

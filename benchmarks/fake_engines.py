@@ -164,7 +164,9 @@ def _serve(pipe: Connection, options: FakeEngineOptions) -> None:
 
     async def run() -> None:
         apps = [_Engine(options).app() for _ in range(options.number)]
-        servers = [uvicorn.Server(uvicorn.Config(app, log_level="warning", port=0)) for app in apps]
+        servers = [
+            uvicorn.Server(uvicorn.Config(app, log_level="warning", port=0, timeout_keep_alive=75)) for app in apps
+        ]
         tasks = [asyncio.create_task(server.serve()) for server in servers]
         await _until(lambda: all(server.started for server in servers))
         pipe.send([server.servers[0].sockets[0].getsockname()[1] for server in servers])

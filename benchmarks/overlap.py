@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from fake_engines import FakeEngineOptions, FakeEngines
-from rollout_harness import Parsers, one_rollout, recipe_of, sample_name
+from rollout_harness import Parsers, recipe_of, run_rollout, sample_name
 
 from verst.errors import RewardError
 from verst.obs.events import EventLog
@@ -153,7 +153,7 @@ def measure(name: str, parsers: Parsers, folder: Path) -> dict[str, Any]:
     spans = Spans(log)
     parsers.busy_s = 0.0
     with FakeEngines(options) as engines:
-        rollout, seconds = asyncio.run(one_rollout(recipe, engines.urls, parsers, judges, spans))
+        rollout, seconds = run_rollout(recipe, engines.urls, parsers, judges, spans)
     log.close()
     microgroups = GROUPS * GROUP_SIZE // MICROGROUP
     times = measure_spans(read_spans(folder / name))

@@ -16,13 +16,14 @@ import ray
 
 from verst.cluster.actors import ParserActor
 from verst.cluster.calls import ActorPool
+from verst.cluster.session import allow_open_files as allow_open_files
 from verst.cluster.session import connect
 from verst.cluster.tensors import as_handles
 from verst.config import load_recipe
 from verst.config.recipe import RlRecipe, reward_name
 from verst.engine.blocks import BlockPool
 from verst.engine.client import EngineClient
-from verst.engine.wire import Answer
+from verst.engine.wire import Answer, to_microgroup
 from verst.obs.spans import PARSER, Spans, lane_of
 from verst.rewards.calls import Call
 from verst.rewards.pool import RewardPool
@@ -89,10 +90,36 @@ class Parsers:
         ray.shutdown()
 
 
-async def one_rollout(
-    recipe: RlRecipe, urls: Sequence[str], parsers: Parsers, calls: Mapping[str, Call], spans: Spans
+class LocalParsers:
+    """Decoding on the driver's loop."""
+
+    hosts: tuple[str, ...] = ()
+
+    async def locate(self) -> None:
+        pass
+
+    async def parse(self, spans: Spans, answer: Answer, keys: Sequence[SampleKey]) -> Microgroup:
+        with spans.span("parse", lane=lane_of(PARSER, 0)):
+            return to_microgroup(answer, keys)
+
+
+def run_rollout(
+    recipe: RlRecipe, urls: Sequence[str], parsers: Parsers | LocalParsers, calls: Mapping[str, Call], spans: Spans
 ) -> tuple[Rollout, float]:
     """Rollout 0 and its seconds. calls: name of a reward -> what its workers do."""
+    results: list[tuple[Rollout, float]] = []
+
+    async def main() -> None:
+        # Not returned: asyncio.run prints the result of its task, all tensors of it, into an error that it drops.
+        results.append(await _one_rollout(recipe, urls, parsers, calls, spans))
+
+    asyncio.run(main())
+    return results[0]
+
+
+async def _one_rollout(
+    recipe: RlRecipe, urls: Sequence[str], parsers: Parsers | LocalParsers, calls: Mapping[str, Call], spans: Spans
+) -> tuple[Rollout, float]:
     await parsers.locate()
     received = BlockPool(recipe.rollout.shared_bytes)
     clients = [

@@ -18,7 +18,7 @@ _OPEN_FILES = 2**18
 
 def connect(recipe: RlRecipe) -> None:
     """Start a local Ray, or attach to `cluster.address`. Raises ConfigError where a local one has too few CPUs."""
-    _allow_open_files()
+    allow_open_files()
     config = recipe.cluster
     environment = _environment(recipe)
     if config.address is not None:
@@ -43,7 +43,7 @@ def connect(recipe: RlRecipe) -> None:
     )
 
 
-def _allow_open_files() -> None:
+def allow_open_files() -> None:
     """As many as the system lets this process and its children have: every answer that is held is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
