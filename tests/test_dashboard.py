@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -70,21 +71,52 @@ def test_a_tail_gives_each_whole_line_once(tmp_path):
     tail.close()
 
 
-def test_a_tail_goes_on_over_rotations(tmp_path):
+def everything(tail: Tail) -> list[dict[str, Any]]:
+    rows, void = tail.read()
+    while tail.behind:
+        more, again = tail.read()
+        rows, void = rows + more, void or again
+    assert not void
+    return rows
+
+
+@pytest.mark.parametrize("piece", [10, 64, 10**6])
+def test_a_tail_goes_on_over_rotations(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr("verst.dashboard.tail.PIECE_BYTES", piece)
     log, tail, seen = EventLog(tmp_path / "spans.jsonl", max_bytes=300), Tail(tmp_path / "spans.jsonl"), []
     for i in range(40):
         log.event("x", number=i)
         if i % 3 == 0:
-            rows, void = tail.read()
-            assert not void
-            seen += rows
-    seen += tail.read()[0]
+            seen += everything(tail)
+    seen += everything(tail)
     assert [row["number"] for row in seen] == list(range(40))
     late = Tail(tmp_path / "spans.jsonl")
-    rows, _ = late.read()
-    assert [row["number"] for row in rows] == list(range(40 - len(rows), 40))
+    kept = [row["number"] for row in everything(late)] + [row["number"] for row in everything(late)]
+    assert 5 < len(kept) < 40
+    assert kept == list(range(40 - len(kept), 40))
     for one in (log, tail, late):
         one.close()
+
+
+def test_a_tail_that_missed_a_whole_file_begins_anew(tmp_path):
+    log, tail = EventLog(tmp_path / "spans.jsonl", max_bytes=300), Tail(tmp_path / "spans.jsonl")
+    log.event("x", number=0)
+    assert [row["number"] for row in everything(tail)] == [0]
+    for i in range(1, 40):
+        log.event("x", number=i)
+    rows, void = tail.read()
+    rows += everything(tail)
+    assert void
+    assert [row["number"] for row in rows] == list(range(40 - len(rows), 40))
+    log.close()
+    tail.close()
+
+
+def test_a_port_that_is_taken_is_said(written):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port {port} of 127.0.0.1 is in use: choose another, or 0"):
+            app(["dashboard", str(written.path), "--port", str(port)], standalone_mode=False)
 
 
 def test_a_file_that_is_written_anew_makes_what_was_read_void(tmp_path):

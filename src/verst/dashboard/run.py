@@ -50,6 +50,7 @@ class RunView:
         self.number = number
         self._metrics = Tail(path / "metrics.jsonl")
         self._events = {kind: Tail(path / "events" / f"{kind}.jsonl") for kind in ("alarms", "groups", "spans")}
+        self._tails = (self._metrics, *self._events.values())
         self._version = 0
         """Of what was read: another one makes void what a page was told."""
         self._rows: list[dict[str, Any]] = []
@@ -62,6 +63,13 @@ class RunView:
 
     def refresh(self) -> None:
         """Read what was added since."""
+        self._read()
+        while any(tail.behind for tail in self._tails):
+            self._read()
+        self._facts, self._samples = self._read_facts(), self._read_samples()
+
+    def _read(self) -> None:
+        """A piece of each file."""
         rows, void = self._metrics.read()
         if void:
             self._rows = []
@@ -81,7 +89,6 @@ class RunView:
         self._banded += sorted(self.groups.add(groups))
         for span in spans:
             self.spans.add(span)
-        self._facts, self._samples = self._read_facts(), self._read_samples()
 
     def news(self, seen: Seen) -> dict[str, Any] | None:
         """What a page has not been told yet; None where that is nothing. `seen` is moved on."""
@@ -125,7 +132,7 @@ class RunView:
     @property
     def num_damaged(self) -> int:
         """Lines of the run's files that cannot be read."""
-        return sum(tail.num_damaged for tail in (self._metrics, *self._events.values()))
+        return sum(tail.num_damaged for tail in self._tails)
 
     def _read_samples(self) -> Facts:
         """kind -> iterations of which there are samples; `sheets`: those with a grid in one picture."""
@@ -146,7 +153,7 @@ class RunView:
         return path if inside and path.suffix in _SERVED and path.is_file() else None
 
     def close(self) -> None:
-        for tail in (self._metrics, *self._events.values()):
+        for tail in self._tails:
             tail.close()
 
 
