@@ -48,6 +48,7 @@ class WrittenRun:
             "reward/ocr/mean": 0.3 + 0.01 * self.iteration,
             "policy/ratio_max_deviation": 0.0,
             "perf/reward/ocr/utilisation": 0.5,
+            "perf/host/memory_bytes": 12.3e9,
             "perf/iteration_s": 2.0,
         }
         if heldout:

@@ -187,6 +187,8 @@ def test_two_runs_side_by_side(page, url):
     chip(page, "clips").locator("input").check()
     expect(page.locator("tbody tr")).to_have_count(1)
     expect(page.locator("tbody tr")).to_contain_text("the reward fell")
+    page.get_by_role("link", name="Machines").click()
+    expect(page.locator("main")).to_contain_text("pictures 12.3 GB")
 
 
 def test_ten_thousand_microgroups_on_one_axis(browser, tmp_path):

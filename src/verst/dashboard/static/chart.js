@@ -15,8 +15,9 @@ const MAX_TABLE_ROWS = 200;
  * band {run, points: [[x, seven numbers]]}; x ascend.
  */
 export class Chart {
-  constructor(title) {
+  constructor(title, format = number) {
     this.title = title;
+    this.format = format;
     this.svg = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
     this.tip = h("div", { class: "tip", hidden: true });
     this.keys = h("ul", { class: "keys" });
@@ -80,7 +81,7 @@ export class Chart {
     for (const value of ticks(this.y.from, this.y.to, 4)) {
       const y = this.y(value);
       found.push(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }));
-      found.push(svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, number(value)));
+      found.push(svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, this.format(value)));
     }
     for (const value of ticks(this.x.from, this.x.to, 6).filter(Number.isInteger)) {
       found.push(svg("text", { x: this.x(value), y: HEIGHT - 6, "text-anchor": "middle" }, String(value)));
@@ -116,7 +117,7 @@ export class Chart {
     if (!this.series.length) return `${this.title}: nothing yet`;
     const lines = this.series.map((line) => {
       const last = line.points[line.points.length - 1];
-      return `${line.label} from ${number(line.points[0][1])} to ${number(last[1])} at iteration ${last[0]}`;
+      return `${line.label} from ${this.format(line.points[0][1])} to ${this.format(last[1])} at iteration ${last[0]}`;
     });
     return `${this.title}: ${lines.join("; ")}`;
   }
@@ -127,7 +128,7 @@ export class Chart {
       ...this.series.map((line) => {
         const mark = svg("svg", { viewBox: "0 0 26 10", class: line.run, "aria-hidden": "true" });
         mark.append(svg("path", { class: `line ${line.kind}`, d: "M0 5H26" }));
-        return h("li", {}, h("span", { class: "chart" }, mark), `${line.label} ${number(line.points.at(-1)[1])}`);
+        return h("li", {}, h("span", { class: "chart" }, mark), `${line.label} ${this.format(line.points.at(-1)[1])}`);
       }),
     );
   }
@@ -138,7 +139,7 @@ export class Chart {
     const shown = all.slice(-MAX_TABLE_ROWS);
     const byX = this.series.map((line) => new Map(line.points));
     const head = h("tr", {}, h("th", {}, "iteration"), this.series.map((line) => h("th", {}, line.label)));
-    const rows = shown.reverse().map((x) => h("tr", {}, h("th", {}, x), byX.map((at) => h("td", {}, number(at.get(x))))));
+    const rows = shown.reverse().map((x) => h("tr", {}, h("th", {}, x), byX.map((at) => h("td", {}, this.format(at.get(x))))));
     const table = h("table", { class: "num" }, h("thead", {}, head), h("tbody", {}, rows));
     this.table.replaceChildren(this.table.firstChild, h("div", { class: "scroll", tabindex: "0" }, table));
   }
@@ -151,7 +152,7 @@ export class Chart {
     const rows = this.series.map((line) => [line, line.points.find((point) => point[0] === x)]).filter(([, at]) => at);
     this.tip.replaceChildren(
       h("b", {}, `iteration ${x}`),
-      ...rows.map(([line, at]) => h("div", {}, h("span", { class: `swatch ${line.run}` }), ` ${line.label} ${number(at[1])}`)),
+      ...rows.map(([line, at]) => h("div", {}, h("span", { class: `swatch ${line.run}` }), ` ${line.label} ${this.format(at[1])}`)),
     );
     this.tip.hidden = false;
     const left = this.x(x);

@@ -1,6 +1,6 @@
 // All metrics as charts: each has a place, and what has none stands at the end, so that nothing is hidden.
 
-import { h, number, signed } from "./dom.js";
+import { bytes, h, number, signed } from "./dom.js";
 import { Chart } from "./chart.js";
 import { colour, metricNames } from "./store.js";
 
@@ -95,7 +95,10 @@ export class CurvesView {
       if (!shown.length) continue;
       const charts = shown.map((spec) => {
         used.add(spec.title);
-        if (!this.charts.has(spec.title)) this.charts.set(spec.title, new Chart(TITLES[spec.title] ?? spec.title));
+        if (!this.charts.has(spec.title)) {
+          const format = spec.title.endsWith("bytes") ? bytes : number;
+          this.charts.set(spec.title, new Chart(TITLES[spec.title] ?? spec.title, format));
+        }
         return [this.charts.get(spec.title), spec];
       });
       sections.push([heading, charts]);

@@ -52,14 +52,11 @@ function trim(value, digits) {
   return String(Number(value.toFixed(digits)));
 }
 
+/** In powers of 1000: marks of an axis stay round. */
 export function bytes(value) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let unit = 0;
-  while (value >= 1024 && unit < units.length - 1) {
-    value /= 1024;
-    unit += 1;
-  }
-  return `${trim(value, 1)} ${units[unit]}`;
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const unit = Math.min(4, Math.max(0, Math.floor(Math.log10(Math.abs(value) || 1) / 3)));
+  return `${Number((value / 1000 ** unit).toPrecision(4))} ${["B", "kB", "MB", "GB", "TB"][unit]}`;
 }
 
 /** Calls once a frame, however often it is asked. */
