@@ -29,7 +29,7 @@ from verst.rewards.pool import RewardPool
 from verst.rollout.engines import EnginePool
 from verst.rollout.plan import MicrogroupTask
 from verst.types import Microgroup, Scores
-from verst.web.timing import AnswerTimes, ServerTimes, Stopwatch
+from verst.web.timing import AnswerTimes, Clocks, ServerTimes, Stopwatch
 
 
 def log_in(run: Path, **options: int) -> EventLog:
@@ -166,7 +166,8 @@ def test_what_a_server_says_is_put_in_the_middle_of_what_its_client_saw() -> Non
     assert again.stages["decode"][1] == again.stages["ship"][0]  # or they would overlap in a trace
     said = ServerTimes.of("queue;dur=250;start=100, denoise;dur=750;start=350, total;dur=1200")
     assert said is not None
-    times = AnswerTimes(sent_s=50.0, answered_s=51.4, received_s=60.0, server=said)
+    arrived_s = Clocks().arrived(said, sent_s=50.0, answered_s=51.4)
+    times = AnswerTimes(sent_s=50.0, answered_s=51.4, received_s=60.0, server=said, arrived_s=arrived_s)
     assert times.stages() == {"queue": pytest.approx((50.2, 50.45)), "denoise": pytest.approx((50.45, 51.2))}
 
 
@@ -181,8 +182,25 @@ def test_other_servers_may_say_anything(header: str | None) -> None:
 
 def test_no_stage_is_outside_its_request() -> None:
     said = ServerTimes.of("queue;dur=900;start=0, denoise;dur=900;start=900, total;dur=1800")
-    stages = AnswerTimes(sent_s=1.0, answered_s=2.0, received_s=3.0, server=said).stages()
+    stages = AnswerTimes(sent_s=1.0, answered_s=2.0, received_s=3.0, server=said, arrived_s=0.6).stages()
     assert stages == {"queue": pytest.approx((1.0, 1.5)), "denoise": pytest.approx((1.5, 2.0))}
+
+
+def test_the_exchange_with_the_least_time_on_the_way_sets_a_clock() -> None:
+    clocks = Clocks()
+
+    def arrived(server_s: float, *, there_s: float, back_s: float, at_s: float) -> float:
+        """Of a request that was at the server for a second; its clock is 900 s behind."""
+        said = ServerTimes.of(f'total;dur=1000, clock;desc="c/{round(1e6 * server_s)}"')
+        assert said is not None
+        return clocks.arrived(said, sent_s=at_s - there_s, answered_s=at_s + 1 + back_s)
+
+    assert arrived(100.0, there_s=0.5, back_s=0.1, at_s=1000.0) == pytest.approx(1000.0 - 0.2)
+    assert arrived(101.0, there_s=0.01, back_s=0.01, at_s=1001.0) == pytest.approx(1001.0)
+    assert arrived(102.0, there_s=0.5, back_s=0.1, at_s=1002.0) == pytest.approx(1002.0)  # as the one before says
+    assert arrived(103.0, there_s=0.0, back_s=0.004, at_s=1003.0) == pytest.approx(1003.002)
+    # Clocks part: after long enough a worse exchange is the better one.
+    assert arrived(50_000.0, there_s=0.5, back_s=0.1, at_s=50_900.0) == pytest.approx(50_900.0 - 0.2)
 
 
 def test_an_engine_says_when_it_did_what_and_the_pool_takes_it_down(folder: Path, tmp_path: Path) -> None:

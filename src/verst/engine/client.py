@@ -19,7 +19,7 @@ from verst.engine.wire import Answer
 from verst.errors import ConfigError, EchoError, EngineError, RequestError, SyncError
 from verst.web.guard import bearer
 from verst.web.terms import Terms
-from verst.web.timing import HEADER, AnswerTimes, ServerTimes
+from verst.web.timing import HEADER, AnswerTimes, Clocks, ServerTimes
 from verst.weights.block import host_identity
 from verst.weights.manifest import Certificate, Manifest, verify
 
@@ -54,6 +54,7 @@ class EngineClient:
         self._accepted = Accepted(codec=None if compression == "none" else compression)
         self._hosts = {host_identity(), *hosts}
         self._pool = pool
+        self._clocks = Clocks()
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._busy_s = busy_s
@@ -121,11 +122,13 @@ class EngineClient:
             raise self._dropped(path, error) from error
         finally:
             await response.aclose()
+        server = ServerTimes.of(response.headers.get(HEADER))
         times = AnswerTimes(
             sent_s=sent_s,
             answered_s=answered_s,
             received_s=time.monotonic(),
-            server=ServerTimes.of(response.headers.get(HEADER)),
+            server=server,
+            arrived_s=self._clocks.arrived(server, sent_s=sent_s, answered_s=answered_s) if server else 0.0,
         )
         return replace(answer, times=times)
 

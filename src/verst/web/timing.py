@@ -1,18 +1,25 @@
 """When a server did what for one request, in the standard header Server-Timing of its answer.
 
-    server-timing: queue;dur=12.500;start=0.300, denoise;dur=940.200;start=14.100, total;dur=1002.900, batch;desc="17"
+    server-timing: queue;dur=12.500;start=0.300, ..., total;dur=1002.900, clock;desc="8f3a12c0/51234567890", batch;desc="17"
 
-Milliseconds; `start` (which others ignore) counts from the request's arrival. What was done in a batch with other requests
-bears the batch's number. A server that says nothing is as good, and so is one that says other things.
+Milliseconds; `start` (which others ignore) counts from the request's arrival, and `clock` is which clock that was on, and when, in
+microseconds. What was done in a batch with other requests bears the batch's number. A server that says nothing is as good,
+and so is one that says other things.
 """
 
 from __future__ import annotations
 
+import math
 import time
+import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 HEADER = "server-timing"
+_CLOCK = uuid.uuid4().hex[:8]
+"""Name of this process's clock."""
+_DRIFT = 5e-5
+"""Seconds by which two clocks may part in a second."""
 
 
 class Stopwatch:
@@ -30,11 +37,13 @@ class Stopwatch:
     def header(self) -> str:
         """As of now."""
         parts = []
+        # Whole microseconds of the clock: what begins when something else ends does so in the header too.
+        arrived_us = round(1e6 * self._arrived_s)
         for stage, (start_s, end_s) in self._stages.items():
-            # Whole microseconds first: what begins when something else ends does so in the header too.
-            start_us, end_us = (round(1e6 * (at_s - self._arrived_s)) for at_s in (start_s, end_s))
-            parts.append(f"{stage};dur={(end_us - start_us) / 1000:.3f};start={start_us / 1000:.3f}")
+            start_us, end_us = round(1e6 * start_s), round(1e6 * end_s)
+            parts.append(f"{stage};dur={(end_us - start_us) / 1000:.3f};start={(start_us - arrived_us) / 1000:.3f}")
         parts.append(f"total;dur={1000 * (time.perf_counter() - self._arrived_s):.3f}")
+        parts.append(f'clock;desc="{_CLOCK}/{arrived_us}"')
         return ", ".join(parts if self.batch is None else [*parts, f'batch;desc="{self.batch}"'])
 
 
@@ -47,12 +56,17 @@ class ServerTimes:
     total_s: float
     """From there to the answer's first byte."""
     batch: int | None = None
+    clock: str | None = None
+    """Name of the clock that it read."""
+    arrived_s: float = 0.0
+    """On that clock, the request's arrival."""
 
     @classmethod
     def of(cls, header: str | None) -> ServerTimes | None:
         """None where the header says nothing, or not what ours do."""
         stages: dict[str, tuple[float, float]] = {}
-        total_s = batch = None
+        total_s = batch = clock = None
+        arrived_s = 0.0
         try:
             for entry in filter(None, (header or "").split(",")):
                 name, *rest = (part.strip() for part in entry.split(";"))
@@ -61,12 +75,41 @@ class ServerTimes:
                     total_s = float(values["dur"]) / 1000
                 elif name == "batch":
                     batch = int(values["desc"].strip('"'))
+                elif name == "clock":
+                    clock, arrived_us = values["desc"].strip('"').split("/")
+                    arrived_s = int(arrived_us) / 1e6
                 elif "start" in values:
                     start_us, dur_us = (round(1000 * float(values[key])) for key in ("start", "dur"))
                     stages[name] = (start_us / 1e6, (start_us + dur_us) / 1e6)
         except (KeyError, ValueError, OverflowError):
             return None
-        return None if total_s is None else cls(stages=stages, total_s=total_s, batch=batch)
+        if total_s is None:
+            return None
+        return cls(stages=stages, total_s=total_s, batch=batch, clock=clock, arrived_s=arrived_s)
+
+
+class Clocks:
+    """What clocks of servers say, as this process's `time.monotonic()`.
+
+    One exchange tells it as if both ways took as long; the one with the least time on the way is believed for all that
+    a clock says, so that what a server did one after the other is so here too.
+    """
+
+    def __init__(self) -> None:
+        self._best: dict[str, tuple[float, float, float]] = {}
+        """Clock -> (what to add to it, time on the way, when that was)."""
+
+    def arrived(self, server: ServerTimes, *, sent_s: float, answered_s: float) -> float:
+        """When the request came to the server."""
+        middle_s = (sent_s + answered_s - server.total_s) / 2
+        if server.clock is None:
+            return middle_s
+        way_s = answered_s - sent_s - server.total_s
+        offset_s, least_s, at_s = self._best.get(server.clock, (0.0, math.inf, answered_s))
+        if way_s <= least_s + _DRIFT * (answered_s - at_s):
+            offset_s = middle_s - server.arrived_s
+            self._best[server.clock] = offset_s, way_s, answered_s
+        return server.arrived_s + offset_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,19 +121,16 @@ class AnswerTimes:
     """Status and headers were there."""
     received_s: float
     """All of it was there."""
-    server: ServerTimes | None = field(default=None)
+    server: ServerTimes | None = None
+    arrived_s: float = 0.0
+    """At the server, where it says something."""
 
     def stages(self) -> dict[str, tuple[float, float]]:
-        """stage -> start and end on the client's clock.
-
-        The server's clock is another one: the time that it had the request for is put in the middle of the time that
-        the client waited, as if both ways took as long.
-        """
+        """stage -> start and end on the client's clock."""
         if self.server is None:
             return {}
-        arrived_s = (self.sent_s + self.answered_s - self.server.total_s) / 2
 
         def here(at_s: float) -> float:
-            return min(max(arrived_s + at_s, self.sent_s), self.answered_s)
+            return min(max(self.arrived_s + at_s, self.sent_s), self.answered_s)
 
         return {stage: (here(start), here(end)) for stage, (start, end) in self.server.stages.items()}
