@@ -36,6 +36,7 @@ from verst.families.sequence import split_sequence
 from verst.flow.determinism import make_deterministic
 from verst.trainer.core import Trainer
 from verst.trainer.parallel import Layout, join_mesh, leave_mesh, open_store, shard
+from verst.trainer.recompute import recompute_blocks
 from verst.trainer.rl import tile_loss
 from verst.types import Conditioning, Geometry
 from verst.weights.digest import digest_of
@@ -69,11 +70,14 @@ class Measured:
     case: real_size.Case
     lora: bool
     layouts: tuple[str, ...] = tuple(LAYOUTS)
+    recompute: bool = False
+    """Every block computes its forward again in the backward."""
     wide: bool = True
     """fp32 masters (`trainer.precision.master`); else what is trained is kept in bf16, Adam's moments too."""
 
 
-_QWEN = real_size.CASES["qwen-image"]
+_SD3, _QWEN = real_size.CASES["sd3.5-medium"], real_size.CASES["qwen-image"]
+_ONE_AND_TWO = ("one GPU", "FSDP2", "Ulysses")
 CASES = {
     "sd3.5-medium LoRA": Measured(case=real_size.CASES["sd3.5-medium"], lora=True),
     "sd3.5-medium full": Measured(case=real_size.CASES["sd3.5-medium"], lora=False),
@@ -81,7 +85,19 @@ CASES = {
     "qwen-image LoRA 1024 px": Measured(
         case=replace(_QWEN, samples=2, geometry=Geometry(height=1024, width=1024), latents={"visual": (16, 128, 128)}),
         lora=True,
-        layouts=("one GPU", "FSDP2", "Ulysses"),
+        layouts=_ONE_AND_TWO,
+    ),
+    # Work enough for each GPU that its kernels, and not the host that launches them, take the time.
+    "sd3.5-medium LoRA 1024 px": Measured(
+        case=replace(_SD3, samples=8, geometry=Geometry(height=1024, width=1024), latents={"visual": (16, 128, 128)}),
+        lora=True,
+        layouts=_ONE_AND_TWO,
+    ),
+    "qwen-image LoRA 1328 px": Measured(
+        case=replace(_QWEN, samples=4, geometry=Geometry(height=1328, width=1328), latents={"visual": (16, 166, 166)}),
+        lora=True,
+        layouts=_ONE_AND_TWO,
+        recompute=True,
     ),
     # 164 GB of weights, gradients and moments: not for one GPU.
     "qwen-image full": Measured(case=replace(_QWEN, samples=2), lora=False, layouts=("FSDP2",), wide=False),
@@ -142,9 +158,12 @@ def train(
         p.requires_grad_(p.requires_grad or not measured.lora)
         if p.requires_grad and measured.wide:
             p.data = p.data.float()
-    if mesh.sequence is not None:
-        for model in adaptable(module):
-            split_sequence(model, case.family.sequence_plan, mesh.sequence)  # type: ignore[attr-defined]
+    for model in adaptable(module):
+        split = None
+        if mesh.sequence is not None:
+            split = split_sequence(model, case.family.sequence_plan, mesh.sequence)  # type: ignore[attr-defined]
+        if measured.recompute:
+            recompute_blocks(model, case.family.fsdp_blocks, every=1, split=split)
     shard(
         module,
         blocks=case.family.fsdp_blocks,

@@ -3,7 +3,7 @@
 python benchmarks/speed.py [--only NAME ...] [--out FILE] [--small --device cpu]
 
 The transformer has the released size and random weights (bf16, LoRA r = 32 on the family's default layers), with tiny text
-encoders and autoencoder; 512 x 512, 10 steps, guidance 4.5, 64 images of 8 prompts, two trained steps a sample. The peer
+encoders and autoencoder; 512 x 512, 10 steps, guidance 4.5, 16 images of 2 prompts, two trained steps a sample. The peer
 keeps fp32 weights under autocast, samples and trains 9 rows at a time, both sides of the guidance in one batch, and
 waits for the device at every step, as flow_grpo's public script does; it has no text encoders, autoencoder, transport
 or optimizer's bookkeeping at all, ours has all but the transport. Ours is verst's engine worker and trainer, unchanged, with what
@@ -72,7 +72,7 @@ SETTINGS: dict[str, Setting | None] = {
 
 def recipe_for(folder: Path, setting: Setting, *, small: bool, device: torch.device) -> RlRecipe:
     prompts = folder.parent / "prompts.txt"
-    groups = 2 if small else 8
+    groups = 2
     prompts.write_text("".join(f"{1000 + i}\n" for i in range(groups)))
     size = 64 if small else 512
     micro = 2 if small else 8
