@@ -107,10 +107,10 @@ class Filler:
                     device, tuple((i, self._places[i].data_ptr(), self._places[i].nbytes // 4) for i in members)
                 ),
                 sources=_addresses(
-                    [sources[i].data_ptr() for i in members],
-                    [self._places[i].nbytes // 4 for i in members],
+                    device,
+                    tuple((sources[i].data_ptr(), self._places[i].nbytes // 4) for i in members),
                     bytes_a_word=4 if rounded_to is None else 8,
-                ).to(device),
+                ),
             )
             for (dtype, rounded_to), members in groups.items()
         ]
@@ -135,11 +135,13 @@ def _segments(device: torch.device, members: tuple[tuple[int, int, int], ...]) -
     return pointers, lengths, indices[owners], factors
 
 
-def _addresses(bases: Sequence[int], words: Sequence[int], *, bytes_a_word: int) -> Tensor:
-    """[S] int64: where each segment of each source begins."""
-    counts = (torch.tensor(words) + d.SEGMENT - 1) // d.SEGMENT
+@functools.lru_cache(maxsize=64)
+def _addresses(device: torch.device, spans: tuple[tuple[int, int], ...], *, bytes_a_word: int) -> Tensor:
+    """[S] int64: where each segment of each source begins. spans: (address, words)."""
+    bases, words = torch.tensor(spans, dtype=torch.int64).unbind(1)
+    counts = (words + d.SEGMENT - 1) // d.SEGMENT
     starts = torch.arange(int(counts.sum())) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    return torch.repeat_interleave(torch.tensor(bases), counts) + starts * (d.SEGMENT * bytes_a_word)
+    return (torch.repeat_interleave(bases, counts) + starts * (d.SEGMENT * bytes_a_word)).to(device)
 
 
 def are_finite(tensors: Sequence[Tensor], limits: Sequence[float] | None = None) -> list[bool]:

@@ -11,6 +11,7 @@ So a receiver that does not take the weights is known before the first byte, and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -323,5 +324,11 @@ def _tail(buffer: Tensor, entries: list[TensorEntry]) -> Tensor:
 
 
 def _digest_of(layout: list[list[TensorEntry]], numbers: list[Tensor]) -> str:
-    ledger = Ledger((e["name"], e["dtype"], e["shape"]) for entries in layout for e in entries)
-    return ledger.digest(torch.cat(numbers))
+    entries = tuple((e["name"], e["dtype"], tuple(e["shape"])) for bucket in layout for e in bucket)
+    return _ledger(entries).digest(torch.cat(numbers))
+
+
+@functools.lru_cache(maxsize=8)
+def _ledger(entries: tuple[tuple[str, str, tuple[int, ...]], ...]) -> Ledger:
+    """A run sends the same tensors every time."""
+    return Ledger(entries)
