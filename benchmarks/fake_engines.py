@@ -1,7 +1,7 @@
 """Engines without a model, behind the real wire: HTTP servers that answer rollout requests after a fixed time.
 
 Every engine has a port, a pool of shared blocks and one place: a request waits for those before it, as in a real engine
-that makes one microgroup a batch. All of them live in one process of their own. What they answer is complete (latents,
+that makes one microgroup a batch. Each lives in a process of its own. What they answer is complete (latents,
 log-probs, conditioning, frames, echo) and of a size of your choice; only its values mean nothing.
 """
 
@@ -12,7 +12,6 @@ import functools
 import itertools
 import multiprocessing as mp
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -47,21 +46,25 @@ class FakeEngineOptions:
 
 
 class FakeEngines:
-    """The process; use as a context manager."""
+    """The processes; use as a context manager."""
 
     def __init__(self, options: FakeEngineOptions) -> None:
         context = mp.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, options), daemon=True)
+        pipes = [context.Pipe() for _ in range(options.number)]
+        self._pipes = [ours for ours, _ in pipes]
+        self._processes = [context.Process(target=_serve, args=(theirs, options), daemon=True) for _, theirs in pipes]
 
     def __enter__(self) -> FakeEngines:
-        self._process.start()
-        self.urls = [f"http://127.0.0.1:{port}" for port in self._pipe.recv()]
+        for process in self._processes:
+            process.start()
+        self.urls = [f"http://127.0.0.1:{pipe.recv()}" for pipe in self._pipes]
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._pipe.send(None)
-        self._process.join(20)
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(20)
 
 
 class _Engine:
@@ -163,21 +166,14 @@ def _serve(pipe: Connection, options: FakeEngineOptions) -> None:
     torch.set_num_threads(1)
 
     async def run() -> None:
-        apps = [_Engine(options).app() for _ in range(options.number)]
-        servers = [
-            uvicorn.Server(uvicorn.Config(app, log_level="warning", port=0, timeout_keep_alive=75)) for app in apps
-        ]
-        tasks = [asyncio.create_task(server.serve()) for server in servers]
-        await _until(lambda: all(server.started for server in servers))
-        pipe.send([server.servers[0].sockets[0].getsockname()[1] for server in servers])
+        config = uvicorn.Config(_Engine(options).app(), log_level="warning", port=0, timeout_keep_alive=75)
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        pipe.send(server.servers[0].sockets[0].getsockname()[1])
         await asyncio.to_thread(pipe.recv)
-        for server in servers:
-            server.should_exit = True
-        await asyncio.gather(*tasks)
+        server.should_exit = True
+        await task
 
     asyncio.run(run())
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)

@@ -2,7 +2,7 @@
 
 python benchmarks/scale.py [--sizes 100,1000,10000] [--repeats 3] [--profile FILE] [--out FILE]
 
-Engines without a model (`fake_engines`, in one process of their own) answer at once, and a reward says one number: what is
+Engines without a model (`fake_engines`, in processes of their own) answer at once, and a reward says one number: what is
 left is the control plane. All of it is real and in one process, as in a run: plan, requests over HTTP, answers in shared
 memory, echo checks, groups, filters, reward calls, spans on disk. Answers are decoded here and not in parser processes,
 whose cost is Ray's. Overhead is the CPU time of the driver's process for a microgroup; the load of the machine moves it less

@@ -149,22 +149,32 @@ def test_the_work_for_an_answer_is_the_same_however_many_are_held() -> None:
     assert len(pool._blocks) == 303
 
 
-@pytest.mark.parametrize("left", [0, 1])
-def test_without_a_further_open_file_an_answer_is_sent(left: int) -> None:
-    pool = BlockPool(2**22)
-    kept = shared(pool, samples())
-    before = set(os.listdir("/proc/self/fd"))
+def test_blocks_leave_a_quarter_of_the_open_files_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
+    pool, held = BlockPool(2**24), []
+    while (sent := share_response(samples(), pool)) is not None:
+        held.append(Answer(body=sent[0], shared=open_block(sent[1])))
+    assert len(held) == 10  # two files for each block of the pool, and one for each that is mapped
+    assert ship(samples(), Accepted(shared=True), pool).block is None
+    assert not blocks.allows_more_files()
+    del held
+    assert blocks.allows_more_files()
+    assert share_response(samples(), pool) is not None  # in a block that is free again
+
+
+def test_a_block_that_cannot_be_mapped_leaves_no_file_open() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = [os.open(os.devnull, os.O_RDONLY) for _ in range(left + 1)]
+    before = set(os.listdir("/proc/self/fd"))
+    free = [os.open(os.devnull, os.O_RDONLY) for _ in range(2)]
     for fd in free:
         os.close(fd)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[1], limits[1]))
     try:
-        assert share_response(samples(), pool) is None
+        with pytest.raises(OSError, match="Too many open files"):
+            SharedBlock(4096)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert set(os.listdir("/proc/self/fd")) == before
-    assert same(decode_response(kept), samples())
 
 
 def test_the_bound_holds_and_what_finds_no_room_is_sent() -> None:

@@ -19,6 +19,7 @@ import fcntl
 import math
 import mmap
 import os
+import resource
 import struct
 import threading
 import time
@@ -76,6 +77,13 @@ def supported() -> bool:
     return hasattr(os, "memfd_create")
 
 
+def allows_more_files() -> bool:
+    """Whether blocks, own ones and mapped ones, leave a quarter of the open files that this process may have."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # A block of our own is open twice: by itself and by its mapping.
+    return limit == resource.RLIM_INFINITY or 2 * len(_owned) + len(_mapped) < limit * 3 // 4
+
+
 class Block:
     """One block of a pool, on the side that owns it."""
 
@@ -88,6 +96,7 @@ class Block:
         self._shared = SharedBlock(HEADER_BYTES + capacity, name="verst-rollout")
         self._device = device
         assert self._shared.bytes is not None
+        _owned.add(self)
         self._address = self._shared.bytes.data_ptr()
         fcntl.flock(self._shared.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if device.type == "cuda":
@@ -126,6 +135,7 @@ class Block:
         if self._device.type == "cuda":
             _check_cuda(torch.cuda.cudart().cudaHostUnregister(self._address), "unregister")
         self._shared.close()
+        _owned.discard(self)
 
 
 class BlockPool:
@@ -221,7 +231,7 @@ class BlockPool:
         return min(fitting, key=lambda block: block.capacity, default=None)
 
     def _new(self, nbytes: int) -> Block | None:
-        """Free blocks of other sizes make room for it. None too where the process may have no more files open."""
+        """Free blocks of other sizes make room for it. None too where too many files are open."""
         capacity = _rounded(nbytes)
         if self.num_bytes - sum(block.capacity for block in self._free) + capacity > self._max_bytes:
             return None
@@ -230,12 +240,9 @@ class BlockPool:
             self._blocks.remove(oldest)
             self.num_bytes -= oldest.capacity
             oldest.close()
-        try:
-            block = Block(capacity, self._device)
-        except OSError as error:
-            if error.errno != errno.EMFILE:
-                raise
+        if not allows_more_files():
             return None
+        block = Block(capacity, self._device)
         self._blocks.append(block)
         self._free.append(block)
         self.num_bytes += capacity
@@ -255,6 +262,8 @@ _mapped: dict[tuple[str, int], _Mapped] = {}
 """What this process holds now, by block and generation; an entry goes with its mapping."""
 _starts: list[tuple[int, tuple[str, int]]] = []
 """(address of the data, key) of the same, by address."""
+_owned: weakref.WeakSet[Block] = weakref.WeakSet()
+"""All blocks that this process made and has not closed."""
 _mapping = threading.RLock()
 # Held again where a mapping ends, and its entry with it, while another is made.
 

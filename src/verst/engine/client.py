@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 import httpx
 
-from verst.engine.blocks import BlockPool, supported
+from verst.engine.blocks import BlockPool, allows_more_files, supported
 from verst.engine.request import GenerateRequest
 from verst.engine.transport import Accepted, receive
 from verst.engine.wire import Answer
@@ -114,7 +114,9 @@ class EngineClient:
         """
         body, path = request.model_dump(mode="json", exclude_none=True), "/rollout/generate"
         terms = Terms(version=weight_version, timeout_s=self._timeout_s)
-        response, sent_s = await self._open(path, body, headers={**self._accepted.headers(), **terms.headers()})
+        # Every answer in shared memory that is held is an open file.
+        accepted = self._accepted if allows_more_files() else replace(self._accepted, shared=False)
+        response, sent_s = await self._open(path, body, headers={**accepted.headers(), **terms.headers()})
         answered_s = time.monotonic()
         try:
             answer = await receive(response, self._pool)
