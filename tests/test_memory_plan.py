@@ -17,7 +17,8 @@ from run_fixtures import recipe_with
 from trainer_fixtures import LORA, one_rank
 
 from verst.cli.plan import print_memory
-from verst.errors import ModelError
+from verst.config.sections import ParallelConfig
+from verst.errors import ConfigError, ModelError
 from verst.families import recognise
 from verst.families.skeleton import Skeletons
 from verst.loops.matrix import tiny_recipe
@@ -129,6 +130,13 @@ def test_the_plan_is_printed(tmp_path: Path) -> None:
     text = out.getvalue()
     for words in ("memory of a trainer rank, GiB", "activations", "memory of an engine, GiB", "most at a time"):
         assert words in text
+
+
+def test_layers_that_are_cut_over_ranks_are_refused(tmp_path: Path) -> None:
+    recipe = tiny_recipe("sd3", "flow_grpo", "lora", folder=tmp_path)
+    trainer = recipe.trainer.model_copy(update={"parallel": ParallelConfig(tensor=2), "ranks": 2})
+    with pytest.raises(ConfigError, match=r"trainer\.parallel\.tensor = 2: --memory cannot tell"):
+        memory_plan(recipe.model_copy(update={"trainer": trainer}))
 
 
 def test_a_family_whose_shapes_hang_on_values_is_refused(tmp_path: Path) -> None:

@@ -229,6 +229,12 @@ def serve(
     ),
     port: Annotated[int, typer.Option(help="0 = any free one.")] = 30000,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option()] = "float32",
+    fp32_modules: Annotated[
+        list[str] | None, typer.Option(help="Module that stays in float32 beside the family's own; once for each.")
+    ] = None,
+    compile_: Annotated[
+        Literal["off", "inductor", "aot_eager"], typer.Option("--compile", help="torch.compile for repeated blocks.")
+    ] = "off",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     deterministic: Annotated[bool, typer.Option(help="One request is one batch.")] = False,
     max_batch: Annotated[int, typer.Option(help="Samples of one batch.")] = 64,
@@ -246,6 +252,8 @@ def serve(
         host=host,
         port=port,
         dtype=dtype,
+        fp32_modules=tuple(fp32_modules or ()),
+        compiled=compile_,
         device=device,
         deterministic=deterministic,
         max_batch=max_batch,

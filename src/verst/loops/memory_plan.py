@@ -15,7 +15,7 @@ from verst.algorithms.base import Follows
 from verst.config import sections as s
 from verst.config.plan import batch_plan
 from verst.config.recipe import RlRecipe
-from verst.errors import ModelError
+from verst.errors import ConfigError, ModelError
 from verst.families import recognise
 from verst.families.base import TakesImages
 from verst.families.skeleton import Skeletons
@@ -38,10 +38,19 @@ class MemoryPlan:
 
 
 def memory_plan(recipe: RlRecipe) -> MemoryPlan:
-    """Traces one tile and one forward of an engine. Raises ModelError for a family whose shapes depend on values."""
+    """Traces one tile and one forward of an engine.
+
+    Raises ModelError for a family whose shapes depend on values, ConfigError for layers that are cut over ranks.
+    """
     family = recognise(recipe.model.path, fp32_modules=recipe.model.fp32_modules)
     if isinstance(family, TakesImages) and family.num_images > 0:
         raise ModelError(f"{family.name} takes condition images, whose share of memory --memory cannot tell")
+    tensor = recipe.trainer.parallel.tensor
+    if tensor > 1:
+        raise ConfigError(
+            f"trainer.parallel.tensor = {tensor}: --memory cannot tell what a rank keeps of layers that are cut by heads; plan "
+            "with tensor = 1, whose weights take as much and whose activations take more"
+        )
     try:
         return _Planner(recipe).plan()
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
