@@ -207,6 +207,18 @@ def test_the_model_of_a_run_takes_as_long_as_the_run() -> None:
         assert plant.triage().modelled_s == pytest.approx(plant.iteration_s(), rel=0.02)
 
 
+def test_a_run_that_goes_on_is_judged_by_what_is_complete() -> None:
+    plant = Plant(score_s=1.0)
+    whole = plant.triage()
+    spans = plant.spans(iterations=5)
+    cut = next(span.start_s for span in spans if span.iteration == 5) + 20.0
+    going = triage([span for span in spans if span.end_s <= cut], plant.setup())
+    assert going.iterations == whole.iterations
+    assert [use.busy_s for use in going.uses] == pytest.approx([use.busy_s for use in whole.uses])
+    assert [use.utilisation for use in going.uses] == pytest.approx([use.utilisation for use in whole.uses])
+    assert all(use.utilisation <= 1.0 for use in going.uses)
+
+
 def test_a_run_without_a_whole_iteration_is_refused() -> None:
     plant = Plant()
     with pytest.raises(ConfigError, match="no whole iteration"):

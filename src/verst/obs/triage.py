@@ -8,6 +8,7 @@ trainer's ranks half the time.
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from verst.obs.stage_times import covered_s, is_work
 
 WORTH = 0.04
 """What saves less than this share of an iteration is not named, and a number is doubled again only where it saves more."""
+_Piece = tuple[str | None, float, float]
+"""Lane, start, end."""
 PHASES = ("wait", "advantages", "train", "drain", "sync", "evaluate", "checkpoint")
 """Of an iteration, one after the other."""
 
@@ -127,26 +130,44 @@ def _phases(spans: Sequence[Span], iterations: Sequence[Span]) -> dict[str, floa
 def _uses(spans: Sequence[Span], iterations: Sequence[Span], setup: Setup, *, train_s: float) -> tuple[Use, ...]:
     numbers = {ENGINE: setup.engines, PARSER: setup.parsers}
     numbers |= {f"reward/{name}": stage.workers for name, stage in setup.rewards.items()} | {TRAINER: 1}
-    windows = [(span.start_s, span.end_s) for span in iterations]
-    num_rollouts = max(1, len(_rollouts(spans)))
+    windows = sorted((span.start_s, span.end_s) for span in iterations)
+    elapsed_s = sum(end - start for start, end in windows)
+    complete = {span.rollout for span in _rollouts(spans)}
+    by_kind: dict[str, list[Span]] = {kind: [] for kind in numbers}
+    for span in spans:
+        if span.kind in by_kind and is_work(span.name, span.more):
+            by_kind[span.kind].append(span)
     uses = []
     for kind, number in numbers.items():
-        work = [span for span in spans if span.kind == kind and is_work(span.name, span.more)]
-        inside = sum(_covered_by_lane(work, window) for window in windows)
-        of_rollouts = _covered_by_lane([s for s in work if s.rollout is not None and s.rollout >= 0])
-        busy_s = train_s if kind == TRAINER else of_rollouts / num_rollouts / number
-        elapsed_s = sum(end - start for start, end in windows)
-        uses.append(Use(name=kind, number=number, busy_s=busy_s, utilisation=inside / elapsed_s / number))
+        inside_s = _covered_by_lane(_within(by_kind[kind], windows))
+        rollouts_s = _covered_by_lane(_pieces(span for span in by_kind[kind] if span.rollout in complete))
+        busy_s = train_s if kind == TRAINER else rollouts_s / max(1, len(complete)) / number
+        uses.append(Use(name=kind, number=number, busy_s=busy_s, utilisation=inside_s / elapsed_s / number))
     return tuple(uses)
 
 
-def _covered_by_lane(work: Iterable[Span], window: tuple[float, float] | None = None) -> float:
-    """Seconds in which lanes were at work, summed over lanes."""
-    low, high = window or (float("-inf"), float("inf"))
-    lanes: dict[str | None, list[tuple[float, float]]] = defaultdict(list)
+def _pieces(work: Iterable[Span]) -> Iterator[_Piece]:
     for span in work:
-        if span.start_s < high and span.end_s > low:
-            lanes[span.lane].append((max(span.start_s, low), min(span.end_s, high)))
+        yield span.lane, span.start_s, span.end_s
+
+
+def _within(work: Iterable[Span], windows: Sequence[tuple[float, float]]) -> Iterator[_Piece]:
+    """The parts of spans that lie in one of the windows, which are sorted and do not overlap."""
+    starts = [start for start, _ in windows]
+    for lane, start_s, end_s in _pieces(work):
+        for number in range(max(0, bisect_right(starts, start_s) - 1), len(windows)):
+            low, high = windows[number]
+            if low >= end_s:
+                break
+            if max(start_s, low) < min(end_s, high):
+                yield lane, max(start_s, low), min(end_s, high)
+
+
+def _covered_by_lane(work: Iterable[_Piece]) -> float:
+    """Seconds in which lanes were at work, summed over lanes."""
+    lanes: dict[str | None, list[tuple[float, float]]] = defaultdict(list)
+    for lane, start_s, end_s in work:
+        lanes[lane].append((start_s, end_s))
     return sum(map(covered_s, lanes.values()))
 
 
@@ -203,10 +224,13 @@ class _Model:
         self._run = dataclasses.replace(setup.run, pass_rate=max(sum(judged), 1) / len(judged) if judged else 1.0)
         self._num_microgroups = setup.run.num_groups * setup.run.group_size // setup.run.microgroup_size
         measured = measure(spans)
-        counted = [s for s in spans if s.rollout is not None and s.rollout >= 0]
+        rollouts = {s.rollout for s in spans if s.rollout is not None and s.rollout >= 0}
+        # As `measure` does: the first bears what happens once.
+        rollouts = rollouts - {min(rollouts)} or rollouts
+        counted = [s for s in spans if s.rollout in rollouts]
         requests = [s for s in counted if s.name == "request"]
-        work_s = _covered_by_lane(s for s in counted if s.kind == ENGINE and is_work(s.name, s.more))
-        self._gap_s = max(0.0, _covered_by_lane(requests) - work_s) / len(requests)
+        work_s = _covered_by_lane(_pieces(s for s in counted if s.kind == ENGINE and is_work(s.name, s.more)))
+        self._gap_s = max(0.0, _covered_by_lane(_pieces(requests)) - work_s) / len(requests)
         """That an engine has a request and does nothing for it that it tells of, for each request."""
         waits = [s.seconds for s in counted if s.name == "parse_wait"]
         self._stages = Stages(
