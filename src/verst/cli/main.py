@@ -1,4 +1,4 @@
-"""`verst`: train, plan, replay, chaos, explain-ratio, trace, triage, eval, generate, serve, router, export, dashboard, tiny."""
+"""`verst`: doctor, train, plan, replay, chaos, explain-ratio, trace, triage, eval, generate, serve, router, export, dashboard, tiny."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import typer
 
+from verst.cli import starting
 from verst.errors import VerstError
 
 RecipePath = Annotated[Path, typer.Argument(help="Recipe in TOML.", show_default=False)]
@@ -342,6 +343,7 @@ def tiny(
 
 bench = typer.Typer(no_args_is_help=True, help="Measurements and proofs, printed as tables.")
 app.add_typer(bench, name="bench")
+starting.add_commands(app)
 
 
 @bench.command()
