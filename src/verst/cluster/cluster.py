@@ -188,6 +188,8 @@ class Cluster:
         return EngineClient(
             url,
             timeout_s=recipe.engine.request_timeout_s,
+            # An engine that refuses connections is gone; where nobody brings it back it may be worth to wait.
+            refused_s=1.0 if recipe.supervision.enabled else 10.0,
             transport=recipe.rollout.transport,
             compression=recipe.rollout.compression,
             hosts=self._parsers.hosts,

@@ -130,6 +130,7 @@ class Restarts:
             )
             await client.negotiate()
             await engines.put(index, client)
+            self._supervisor.restarted(self._fleet.names(index)[0], seconds=time.monotonic() - started)
 
     async def _end_ranks(self) -> None:
         """All of them; those that were lost count as faults."""
