@@ -115,10 +115,7 @@ def test_a_run_among_faults_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert [r["iteration"] for r in metric_rows(stormy)] == list(range(17))
     events = [json.loads(line) for line in (stormy / "events" / "supervision.jsonl").read_text().splitlines()]
     back = {event["process"].split(" ")[0] for event in events if event["name"] == "restart"}
-    assert back >= {
-        "engine",
-        "trainer",
-        "parser",
-    }  # the reward may have died with the driver, before it was asked again
+    # The others may have died with the driver, before they were asked again.
+    assert back >= {"engine", "trainer"}
     with pytest.raises(ConfigError, match="holds a disturbed run already"):
         chaos(None, recipe, [], out=out, seed=0, faults=1, kinds=KINDS, limit_s=60, timeout_s=1)  # type: ignore[arg-type]
