@@ -251,7 +251,8 @@ class SequenceSplit:
         rows, group = self._rows(joined), self._groups.ulysses
 
         def whole(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            return to_heads(output.unflatten(-1, (self._ulysses, -1)).transpose(1, 2), rows, group).squeeze(1)
+            (heads,) = to_heads([output.unflatten(-1, (self._ulysses, -1)).transpose(1, 2)], [rows], group)
+            return heads.squeeze(1)
 
         def own(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
             return (to_tokens(args[0].unsqueeze(1), rows, group).transpose(1, 2).flatten(2),)
@@ -293,8 +294,8 @@ class SequenceSplit:
         if key.shape[1] % self._ulysses or (key.shape[1] != query.shape[1] and self._ring_size > 1):
             key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
         group, rows = self._groups.ulysses, self._rows(call.query)
-        query = to_heads(query, rows, group)
-        key, value = (to_heads(x, self._rows(call.key), group) for x in (key, value))
+        keys = self._rows(call.key)
+        query, key, value = to_heads([query, key, value], [rows, keys, keys], group)
         if self._ring_size == 1:
             mask = None if attn_mask is None else self._whole_mask(attn_mask, call)
             out = F.scaled_dot_product_attention(

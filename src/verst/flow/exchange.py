@@ -36,14 +36,19 @@ def sum_over_ranks(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-def to_heads(x: Tensor, rows: Rows, group: dist.ProcessGroup) -> Tensor:
-    """[B, H, own tokens, D] -> [B, H / ranks, all tokens, D], each joined sequence whole and in its own order."""
-    heads: Tensor = _ToHeads.apply(x, rows, group) if len(rows) > 1 else x
+def to_heads(tensors: Sequence[Tensor], rows: Sequence[Rows], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """[B, H, own tokens, D] each -> [B, H / ranks, all tokens, D], each joined sequence whole and in its own order.
+
+    rows: of each tensor. All of them, of one dtype, travel in one collective.
+    """
+    if len(rows[0]) == 1:
+        return tuple(tensors)
+    heads: tuple[Tensor, ...] = _ToHeads.apply(group, rows, *tensors)
     return heads
 
 
 def to_tokens(x: Tensor, rows: Rows, group: dist.ProcessGroup) -> Tensor:
-    """The inverse of `to_heads`."""
+    """The inverse of `to_heads`, of one tensor."""
     tokens: Tensor = _ToTokens.apply(x, rows, group) if len(rows) > 1 else x
     return tokens
 
@@ -61,8 +66,8 @@ class _Gather(torch.autograd.Function):
         own = ctx.sizes[dist.get_rank(ctx.group)]
         pieces = list(grad.split(list(ctx.sizes), dim=ctx.dim))
         shape = [*grad.shape[: ctx.dim], own, *grad.shape[ctx.dim + 1 :]]
-        parts = _exchange(pieces, [shape] * len(pieces), ctx.group)
-        return torch.stack(parts).sum(dim=0), None, None, None
+        parts = _swap([[piece] for piece in pieces], [[shape]] * len(pieces), ctx.group)
+        return torch.stack([part for (part,) in parts]).sum(dim=0), None, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -85,49 +90,67 @@ def _added(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, group: dist.ProcessGroup, rows: Sequence[Rows], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.rows, ctx.group = rows, group
-        return _tokens_for_heads(x, rows, group)
+        return tuple(_tokens_for_heads(tensors, rows, group))
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _heads_for_tokens(grad, ctx.rows, ctx.group), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_heads_for_tokens(grads, ctx.rows, ctx.group)
 
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Rows, group: dist.ProcessGroup) -> Tensor:
         ctx.rows, ctx.group = rows, group
-        return _heads_for_tokens(x, rows, group)
+        return _heads_for_tokens([x], [rows], group)[0]
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _tokens_for_heads(grad, ctx.rows, ctx.group), None, None
+        return _tokens_for_heads([grad], [ctx.rows], ctx.group)[0], None, None
 
 
-def _tokens_for_heads(x: Tensor, rows: Rows, group: dist.ProcessGroup) -> Tensor:
-    batch, heads, _, width = x.shape
-    shapes = [[batch, heads // len(rows), sum(counts), width] for counts in rows]
-    parts = _exchange(list(x.chunk(len(rows), dim=1)), shapes, group)
-    pieces = [part.split(list(counts), dim=2) for part, counts in zip(parts, rows, strict=True)]
-    return torch.cat([piece[i] for i in range(len(rows[0])) for piece in pieces], dim=2)
+def _tokens_for_heads(tensors: Sequence[Tensor], rows: Sequence[Rows], group: dist.ProcessGroup) -> list[Tensor]:
+    ranks = len(rows[0])
+    chunks = [x.chunk(ranks, dim=1) for x in tensors]
+    shapes = [
+        [[x.shape[0], x.shape[1] // ranks, sum(its[member]), x.shape[3]] for x, its in zip(tensors, rows, strict=True)]
+        for member in range(ranks)
+    ]
+    parts = _swap([[of[member] for of in chunks] for member in range(ranks)], shapes, group)
+    out = []
+    for index, its in enumerate(rows):
+        pieces = [part[index].split(list(counts), dim=2) for part, counts in zip(parts, its, strict=True)]
+        out.append(torch.cat([piece[i] for i in range(len(its[0])) for piece in pieces], dim=2))
+    return out
 
 
-def _heads_for_tokens(x: Tensor, rows: Rows, group: dist.ProcessGroup) -> Tensor:
-    batch, heads, _, width = x.shape
-    sequences = x.split([sum(counts[i] for counts in rows) for i in range(len(rows[0]))], dim=2)
-    pieces = [s.split([counts[i] for counts in rows], dim=2) for i, s in enumerate(sequences)]
-    sent = [torch.cat([piece[member] for piece in pieces], dim=2) for member in range(len(rows))]
-    own = sum(rows[dist.get_rank(group)])
-    return torch.cat(_exchange(sent, [[batch, heads, own, width]] * len(rows), group), dim=1)
+def _heads_for_tokens(tensors: Sequence[Tensor], rows: Sequence[Rows], group: dist.ProcessGroup) -> list[Tensor]:
+    ranks, rank = len(rows[0]), dist.get_rank(group)
+    sent: list[list[Tensor]] = [[] for _ in range(ranks)]
+    for x, its in zip(tensors, rows, strict=True):
+        sequences = x.split([sum(counts[i] for counts in its) for i in range(len(its[0]))], dim=2)
+        pieces = [s.split([counts[i] for counts in its], dim=2) for i, s in enumerate(sequences)]
+        for member in range(ranks):
+            sent[member].append(torch.cat([piece[member] for piece in pieces], dim=2))
+    shapes = [[x.shape[0], x.shape[1], sum(its[rank]), x.shape[3]] for x, its in zip(tensors, rows, strict=True)]
+    parts = _swap(sent, [shapes] * ranks, group)
+    return [torch.cat([part[index] for part in parts], dim=1) for index in range(len(tensors))]
 
 
-def _exchange(sent: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> list[Tensor]:
-    """Piece i goes to member i; what member i sent has shape `shapes[i]`."""
-    flat = torch.cat([piece.reshape(-1) for piece in sent])
-    counts = [torch.Size(shape).numel() for shape in shapes]
-    received = flat.new_empty(sum(counts))
-    dist.all_to_all_single(received, flat, counts, [piece.numel() for piece in sent], group=group)
-    return [part.view(list(shape)) for part, shape in zip(received.split(counts), shapes, strict=True)]
+def _swap(
+    sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]], group: dist.ProcessGroup
+) -> list[list[Tensor]]:
+    """sent: of each member, what goes there; shapes: of each member, of what comes from there. One collective."""
+    flat = torch.cat([piece.reshape(-1) for pieces in sent for piece in pieces])
+    counts = [[torch.Size(shape).numel() for shape in of_member] for of_member in shapes]
+    totals = [sum(of_member) for of_member in counts]
+    received = flat.new_empty(sum(totals))
+    sizes = [sum(piece.numel() for piece in pieces) for pieces in sent]
+    dist.all_to_all_single(received, flat, totals, sizes, group=group)
+    return [
+        [piece.view(list(shape)) for piece, shape in zip(part.split(lengths), of_member, strict=True)]
+        for part, lengths, of_member in zip(received.split(totals), counts, shapes, strict=True)
+    ]
