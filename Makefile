@@ -5,7 +5,7 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test test-sglang bench-learning bench-transport bench-overlap bench-scale lint format clean
+.PHONY: help install demo test test-sglang bench-learning bench-transport bench-overlap bench-scale bench-router lint format clean
 
 help:
 	@echo "make demo   train a small text-to-image model to write digits (about 5 to 8 minutes on two CPU cores)"
@@ -15,6 +15,7 @@ help:
 	@echo "make bench-transport   samples from engine to driver: shared memory, msgpack, JSON (a few minutes, 6 GB)"
 	@echo "make bench-overlap   a rollout against the longest of its stages, and the simulation of it (about ten minutes)"
 	@echo "make bench-scale   what a microgroup costs the driver in rollouts of 100 to 10,000 (about ten minutes)"
+	@echo "make bench-router   10,000 requests and sixteen gigabyte answers through the router (a few minutes)"
 	@echo "make lint / make format / make clean"
 
 $(VENV)/.runtime: requirements.txt pyproject.toml
@@ -80,6 +81,9 @@ bench-overlap: $(VENV)/.runtime
 
 bench-scale: $(VENV)/.runtime
 	$(BIN)/python benchmarks/scale.py
+
+bench-router: $(VENV)/.runtime
+	$(BIN)/python benchmarks/router.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -73,7 +73,7 @@ def engine(port: int) -> None:
 
 
 class Memory:
-    """Resident bytes of a process over time."""
+    """Resident bytes of a process over time, and its seconds of computing, which other processes' load does not change."""
 
     def __init__(self, pid: int) -> None:
         self._process = psutil.Process(pid)
@@ -81,6 +81,11 @@ class Memory:
 
     def now(self) -> int:
         return int(self._process.memory_info().rss)
+
+    def cpu_s(self) -> float:
+        """Seconds that it has computed."""
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
 
     async def watch(self) -> None:
         """Until cancelled."""
@@ -171,7 +176,7 @@ async def load(http: httpx.AsyncClient, *, requests: int, at_a_time: int, nbytes
 
 
 async def measured(http: httpx.AsyncClient, memory: Memory, **what: Any) -> dict[str, Any]:
-    idle = memory.now()
+    idle, worked = memory.now(), memory.cpu_s()
     watch = asyncio.create_task(memory.watch())
     result = await load(http, **what)
     watch.cancel()
@@ -180,6 +185,7 @@ async def measured(http: httpx.AsyncClient, memory: Memory, **what: Any) -> dict
     first, last = statistics.median(readings[:tenth]), statistics.median(readings[-tenth:])
     return {
         **result,
+        "router_cpu_ms_each": 1000 * (memory.cpu_s() - worked) / result["requests"],
         "idle_mb": idle / 2**20,
         "peak_mb": max(readings) / 2**20,
         "above_idle_mb": (max(readings) - idle) / 2**20,
@@ -223,7 +229,17 @@ async def run(url: str, pid: int, engines: list[mp.Process], ports: list[int], g
 
 
 def report(result: dict[str, Any], name: str) -> None:
-    shown = ("errors", "seconds", "requests_per_s", "gb_per_s", "p99_s", "peak_mb", "above_idle_mb", "grown_mb")
+    shown = (
+        "errors",
+        "seconds",
+        "requests_per_s",
+        "gb_per_s",
+        "p99_s",
+        "router_cpu_ms_each",
+        "peak_mb",
+        "above_idle_mb",
+        "grown_mb",
+    )
     print(f"{name:10}", *(f"{key} {result[key]:.4g}" for key in shown), flush=True)
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -512,3 +515,32 @@ async def test_a_client_of_the_router_has_two_engines_that_are_one(folder: Path)
     finally:
         for server in servers:
             server.stop()
+
+
+def test_the_command_says_where_it_is_and_keeps_its_token_to_itself(tmp_path: Path) -> None:
+    token = new_token()
+    command = [sys.executable, "-m", "verst.cli.main", "router", "--port", "0", "--engines", "http://127.0.0.1:9"]
+    bare = {name: value for name, value in os.environ.items() if name != "VERST_TOKEN"}
+    refused = subprocess.run([*command, "--host", "0.0.0.0"], env=bare, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "set the environment variable VERST_TOKEN" in refused.stderr
+    with (tmp_path / "log").open("w+") as log:
+        env = {**bare, "VERST_TOKEN": token}
+        process = subprocess.Popen(
+            [*command, "--host", "0.0.0.0"], env=env, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        port = line.strip().rsplit(":", 1)[1]
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30) as http:
+            assert http.get("/engines").status_code == 401
+            (row,) = http.get("/engines", headers=bearer(token)).json()
+            assert row["url"] == "http://127.0.0.1:9"
+        seen = Path(f"/proc/{process.pid}/cmdline")
+        assert not seen.exists() or token not in seen.read_text()
+        process.terminate()
+        # uvicorn ends in order, and then by the signal that it was sent.
+        assert process.wait(20) in (0, -signal.SIGTERM)
+        log.seek(0)
+        assert token not in line + process.stdout.read() + log.read()
+        process.stdout.close()
