@@ -21,7 +21,7 @@ from verst.obs.triage import Finding, Setup, Triage, triage
 
 @dataclass(frozen=True, kw_only=True)
 class Plant:
-    """A run that takes turns; all times in seconds."""
+    """All times in seconds."""
 
     engines: int = 2
     parsers: int = 1
@@ -40,14 +40,20 @@ class Plant:
     train_s: float = 1.0
     sync_s: float = 0.2
     evaluate_s: float = 0.0
+    ahead: int = 0
+    """Rollouts that are begun before they are needed, at most 1."""
 
     def spans(self, iterations: int = 4) -> list[Span]:
         found: list[Span] = []
-        now = 1000.0
+        now, ends = 1000.0, list[float]()
         for iteration in range(1, iterations + 1):
             begun = now
-            ended = self._rollout(found, iteration - 1, begun)
-            marks = [("wait", begun, ended), ("train", ended, ended + self.train_s)]
+            for rollout in range(len(ends), iteration + self.ahead):
+                ends.append(self._rollout(found, rollout, max([begun, *ends])))
+            ready = max(begun, ends[iteration - 1])
+            marks = [("wait", begun, ready), ("train", ready, ready + self.train_s)]
+            # Scored is generated, near enough.
+            marks += [("drain", marks[-1][2], max(marks[-1][2], ends[-1]))]
             marks += [("sync", marks[-1][2], marks[-1][2] + self.sync_s)]
             marks += [("evaluate", marks[-1][2], marks[-1][2] + self.evaluate_s)]
             now = marks[-1][2]
@@ -101,7 +107,12 @@ class Plant:
         return ended
 
     def setup(self, **changes: Any) -> Setup:
-        run = Run(num_groups=self.groups, group_size=self.group_size, microgroup_size=self.microgroup)
+        run = Run(
+            num_groups=self.groups,
+            group_size=self.group_size,
+            microgroup_size=self.microgroup,
+            staleness=self.ahead,
+        )
         rewards = {"ocr": RewardStage(workers=self.workers)}
         return Setup(**{"run": run, "engines": self.engines, "parsers": self.parsers, "rewards": rewards, **changes})
 
@@ -190,6 +201,21 @@ def test_bound_by_the_trainer() -> None:
     assert found.findings[0].gain_s == pytest.approx(rollout_s, rel=0.05)
     assert knob(found, "trainer.ranks").gain_s == pytest.approx(20.0, rel=0.01)
     assert "schedule.type" not in {finding.knob for finding in plant.triage(may_overlap=False).findings}
+
+
+@pytest.mark.parametrize(
+    ("train_s", "bottleneck", "keys"), [(10.0, "engine", "engine.num"), (40.0, "trainer", "trainer.ranks")]
+)
+def test_an_asynchronous_run_is_bound_by_the_longer_of_the_two(train_s: float, bottleneck: str, keys: str) -> None:
+    plant = Plant(train_s=train_s, ahead=1)
+    rollout_s = 64 * 0.5 / 2 + 2 * 0.005 + 2 * 2 * 0.02  # engines, and the last of both to be decoded and scored
+    assert plant.iteration_s() == pytest.approx(max(rollout_s, train_s) + plant.sync_s)
+    found = plant.triage()
+    assert found.bottleneck == bottleneck
+    assert [finding.knob for finding in found.findings] == [keys]  # the other one waits already
+    assert found.modelled_s == pytest.approx(plant.iteration_s(), rel=0.02)
+    changes: dict[str, Any] = {"engines": 4} if keys == "engine.num" else {"train_s": train_s / 2}
+    assert found.findings[0].gain_s == pytest.approx(turned(plant, **changes), rel=0.05)
 
 
 def test_bound_by_weight_sync_or_by_evaluations() -> None:

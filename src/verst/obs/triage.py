@@ -110,7 +110,7 @@ def triage(spans: Sequence[Span], setup: Setup) -> Triage:
         phases=phases,
         uses=uses,
         path=_last_microgroups(spans),
-        bottleneck=_bottleneck(uses, phases),
+        bottleneck=_bottleneck(uses, phases, side_by_side=setup.run.staleness > 0),
         findings=tuple(sorted(findings, key=lambda f: (f.needs_devices, -f.gain_s))),
     )
 
@@ -205,14 +205,16 @@ def _last_microgroups(spans: Sequence[Span]) -> dict[str, float]:
     return {name: seconds / len(last) for name, seconds in total.items()}
 
 
-def _bottleneck(uses: Sequence[Use], phases: Mapping[str, float]) -> str:
-    """The longest phase; of a rollout the stage that needs longest by itself."""
-    rollout_s = phases["wait"] + phases["drain"]
+def _bottleneck(uses: Sequence[Use], phases: Mapping[str, float], *, side_by_side: bool) -> str:
+    """The longest phase; of a rollout the stage that needs longest by itself, which goes on beside the others where the
+    schedule is asynchronous."""
+    stage = max((use for use in uses if use.name != TRAINER), key=lambda use: use.busy_s)
+    rollout_s = max(phases["wait"] + phases["drain"], stage.busy_s if side_by_side else 0.0)
     others = {name: seconds for name, seconds in phases.items() if name not in ("wait", "drain")}
     longest = max(others, key=lambda name: others[name])
     if others[longest] > rollout_s:
         return TRAINER if longest == "train" else longest
-    return max((use for use in uses if use.name != TRAINER), key=lambda use: use.busy_s).name
+    return stage.name
 
 
 class _Model:
