@@ -115,7 +115,7 @@ def test_a_tail_that_missed_a_whole_file_begins_anew(tmp_path):
 def test_a_port_that_is_taken_is_said(written):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--port {port} of 127.0.0.1 is in use: choose another, or 0"):
+        with pytest.raises(ConfigError, match=f"--port = {port} is in use on 127.0.0.1: choose another --port, or 0"):
             app(["dashboard", str(written.path), "--port", str(port)], standalone_mode=False)
 
 

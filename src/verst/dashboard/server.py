@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -32,8 +30,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from verst.dashboard.access import BrowserAccess
 from verst.dashboard.page import STATIC, live_page
 from verst.dashboard.run import RunView, Seen, find_runs, new_runs
-from verst.errors import ConfigError
 from verst.web.guard import Guard, check_exposed, token_from_environment
+from verst.web.listen import listen, url_of
 
 POLL_S = 0.5
 """Between two looks at the files, while somebody watches."""
@@ -150,10 +148,8 @@ def serve(paths: Sequence[Path], *, host: str, port: int) -> None:
     token = token_from_environment()
     check_exposed(host, token, key="--host")
     runs = Runs(paths, closing=lambda: server.should_exit)
-    sock = _bind(host, port)
-    number = sock.getsockname()[1]
-    shown = f"[{host}]" if ":" in host else host
-    print(f"{len(runs.views)} run(s) at http://{shown}:{number}/  (Ctrl-C ends)", flush=True)
+    sock = listen(host, port, keys="--{}")
+    print(f"{len(runs.views)} run(s) at {url_of(sock)}/  (Ctrl-C ends)", flush=True)
     server = uvicorn.Server(
         uvicorn.Config(make_app(runs, token=token), log_level="warning", timeout_graceful_shutdown=5)
     )
@@ -182,20 +178,6 @@ class _SecurityHeaders:
             await send(message)
 
         await self._app(scope, receive, with_headers)
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-        sock.listen(128)
-    except OSError as error:
-        sock.close()
-        why = "is in use: choose another, or 0 for any free one" if error.errno == errno.EADDRINUSE else error.strerror
-        raise ConfigError(f"--port {port} of {host} {why}") from error
-    return sock
 
 
 def _event(name: str, data: Any) -> str:
