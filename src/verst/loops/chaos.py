@@ -148,6 +148,8 @@ class Storm:
 
     def _strike(self, fault: Planned, number: int, outcome: Outcome) -> bool:
         """Whether it goes on."""
+        if time.monotonic() > self._deadline:
+            return self._cut(outcome, "the time was up")
         if self._since_best >= _UNHURRIED and not self._wait(lambda: self._progressed() or self._ended()):
             return self._cut(outcome, "no iteration ended any more before the time was up")
         if not self._wait(lambda: self._is_up() or self._ended()):
