@@ -1,4 +1,5 @@
-"""`verst`: doctor, train, plan, replay, chaos, explain-ratio, trace, triage, eval, generate, serve, router, export, dashboard, tiny."""
+"""`verst`: doctor, init, train, plan, replay, chaos, explain-ratio, trace, triage, eval, generate, serve, router, export, dashboard,
+tiny."""
 
 from __future__ import annotations
 

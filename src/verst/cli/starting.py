@@ -10,6 +10,7 @@ import typer
 
 def add_commands(app: typer.Typer) -> None:
     app.command()(doctor)
+    app.command()(init)
 
 
 def doctor(
@@ -26,3 +27,27 @@ def doctor(
 
     if not command.run(target, as_json=as_json):
         raise typer.Exit(1)
+
+
+def init(
+    model: Annotated[Path, typer.Argument(help="A model folder in the diffusers layout.")],
+    out: Annotated[Path, typer.Option(help="The recipe to write; must not exist.")] = Path("recipe.toml"),
+    algorithm: Annotated[str | None, typer.Option(help="flow_grpo, grpo_guard, nft, awm, dpo, online_sft.")] = None,
+    reward: Annotated[
+        str | None, typer.Option(help="ocr, jpeg_size, pick_score, python, ...: docs/rewards.md.")
+    ] = None,
+    reward_path: Annotated[
+        str | None, typer.Option(help="The reward's model folder; of python, module:function.")
+    ] = None,
+    train: Annotated[Path | None, typer.Option(help="Prompts to train on.")] = None,
+    heldout: Annotated[Path | None, typer.Option(help="Prompts that are only evaluated.")] = None,
+    full: Annotated[bool, typer.Option(help="Train all weights instead of a LoRA.")] = False,
+    yes: Annotated[bool, typer.Option(help="Ask nothing; what is not said takes its default.")] = False,
+) -> None:
+    """Write a recipe for a model folder: its family, and sizes that fit this machine. Asks for what was not said."""
+    from verst.cli import init as command
+
+    wishes = command.Wishes(
+        algorithm=algorithm, reward=reward, reward_path=reward_path, train=train, heldout=heldout, full=full
+    )
+    command.run(model, out=out, wishes=wishes, yes=yes)
