@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def router() -> Iterator[httpx.Client]:
         thread.start()
     with httpx.Client(base_url=url_of(socks[1]), trust_env=False, timeout=30) as client:
         while client.get("/health").status_code != 200:
-            pass
+            time.sleep(0.02)
         yield client
         assert client.post("/rollout/generate", json={}).content == b"an answer"
     for server, thread in zip(servers, threads, strict=True):

