@@ -154,7 +154,7 @@ def test_blocks_leave_a_quarter_of_the_open_files_to_others(monkeypatch: pytest.
     pool, held = BlockPool(2**24), []
     while (sent := share_response(samples(), pool)) is not None:
         held.append(Answer(body=sent[0], shared=open_block(sent[1])))
-    assert len(held) == 10  # two files for each block of the pool, and one for each that is mapped
+    assert len(held) == 8  # two files for each block of the pool, and two for each that is mapped
     assert ship(samples(), Accepted(shared=True), pool).block is None
     assert not blocks.allows_more_files()
     del held

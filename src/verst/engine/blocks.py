@@ -80,8 +80,8 @@ def supported() -> bool:
 def allows_more_files() -> bool:
     """Whether blocks, own ones and mapped ones, leave a quarter of the open files that this process may have."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # A block of our own is open twice: by itself and by its mapping.
-    return limit == resource.RLIM_INFINITY or 2 * len(_owned) + len(_mapped) < limit * 3 // 4
+    # Each is open twice: by itself and by its mapping.
+    return limit == resource.RLIM_INFINITY or 2 * (len(_owned) + len(_mapped)) < limit * 3 // 4
 
 
 class Block:

@@ -85,7 +85,8 @@ class Pipeline:
                     group.create_task(self._microgroup(task, times, weight_version, on_generated)) for task in tasks
                 ]
         except BaseExceptionGroup as failures:
-            raise first_failure(failures) from failures
+            error = first_failure(failures)
+            raise error from (error.__cause__ or failures)
         ended_s = time.monotonic()
         for task, scored_s in times.scored:
             if not task.is_heldout:
