@@ -427,9 +427,9 @@ def test_cancelled_requests_leave_the_queue_and_stop_their_batch(folder: Path) -
 
 def test_a_request_has_a_deadline_waiting_included(folder: Path) -> None:  # noqa: F811
     async def scenario() -> None:
-        batcher, workers = held(folder, request_timeout_s=0.2)
+        batcher, workers = held(folder, request_timeout_s=4.0)
         task = await running(batcher)
-        with pytest.raises(Expired, match=r"0\.2 s"):
+        with pytest.raises(Expired, match=r"in 4 s"):
             await batcher.generate(request())
         assert batcher.num_waiting == 0
         workers[0].go.set()
