@@ -1,5 +1,5 @@
-"""`verst`: doctor, init, train, plan, replay, chaos, explain-ratio, trace, triage, eval, generate, serve, router, export, dashboard,
-tiny."""
+"""`verst`: doctor, init, convert-recipe, train, plan, replay, chaos, explain-ratio, trace, triage, eval, generate, serve, router, export,
+dashboard, tiny."""
 
 from __future__ import annotations
 

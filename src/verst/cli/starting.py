@@ -11,6 +11,7 @@ import typer
 def add_commands(app: typer.Typer) -> None:
     app.command()(doctor)
     app.command()(init)
+    app.command("convert-recipe")(convert_recipe)
 
 
 def doctor(
@@ -51,3 +52,18 @@ def init(
         algorithm=algorithm, reward=reward, reward_path=reward_path, train=train, heldout=heldout, full=full
     )
     command.run(model, out=out, wishes=wishes, yes=yes)
+
+
+def convert_recipe(
+    file: Annotated[
+        Path, typer.Argument(help="flow_grpo's config as JSON or key = value lines, or miles_diffusion's --flag value.")
+    ],
+    out: Annotated[Path, typer.Option(help="The recipe to write; must not exist.")] = Path("recipe.toml"),
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of the flow_grpo run, whose batches are a GPU's; unset = 1.")
+    ] = None,
+) -> None:
+    """Write a recipe from another trainer's settings, naming what was assumed and what has no counterpart."""
+    from verst.cli import convert as command
+
+    command.run(file, out=out, gpus=gpus)
