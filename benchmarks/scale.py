@@ -1,6 +1,6 @@
 """What one microgroup costs the driver, in rollouts of 100, 1,000 and 10,000 of them.
 
-python benchmarks/scale.py [--sizes 100,1000,10000] [--repeats 3] [--profile FILE] [--out FILE]
+python benchmarks/scale.py [--sizes 100,1000,10000] [--repeats 3] [--queue-size 64] [--profile FILE] [--out FILE]
 
 Engines without a model (`fake_engines`, in processes of their own) answer at once, and a reward says one number: what is
 left is the control plane. All of it is real and in one process, as in a run: plan, requests over HTTP, answers in shared
@@ -8,6 +8,9 @@ memory, echo checks, groups, filters, reward calls, spans on disk. Answers are d
 whose cost is Ray's. Overhead is the CPU time of the driver's process for a microgroup; the load of the machine moves it less
 than seconds, but it does: each size is measured several times, in turns, and the least counts. Memory is what the process
 holds at the end of a rollout, all samples included, above what it held before.
+
+Engines take `--queue-size` requests each, on as many connections. With 64 of them a rollout of 100 microgroups fills a third of
+the places; with 16 all sizes fill them, and what differs is the number of microgroups alone.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ async def judge(batch: RewardBatch) -> Sequence[Score]:
     return [float(len(name)) for name in batch.prompts]
 
 
-def recipe_for(microgroups: int, folder: Path) -> RlRecipe:
+def recipe_for(microgroups: int, queue_size: int, folder: Path) -> RlRecipe:
     return recipe_of(
         f"run.folder={folder}",
         f"rollout.num_groups={microgroups * MICROGROUP // GROUP_SIZE}",
@@ -59,6 +62,7 @@ def recipe_for(microgroups: int, folder: Path) -> RlRecipe:
         f"rollout.microgroup_size={MICROGROUP}",
         f"trainer.tile_size={MICROGROUP}",
         f"engine.num={ENGINES}",
+        f"engine.queue_size={queue_size}",
         'rewards=[{type="python", path="a:b", name="judge", workers=4}]',
     )
 
@@ -68,8 +72,10 @@ def resident_bytes() -> int:
     return pages * resource.getpagesize()
 
 
-def once(microgroups: int, urls: list[str], folder: Path, profile: cProfile.Profile | None) -> dict[str, float]:
-    recipe = recipe_for(microgroups, folder)
+def once(
+    microgroups: int, queue_size: int, urls: list[str], folder: Path, profile: cProfile.Profile | None
+) -> dict[str, float]:
+    recipe = recipe_for(microgroups, queue_size, folder)
     events = folder / "events"
     log = EventLog(events / FILE, flush_s=1.0, max_bytes=EVENT_BYTES)
     gc.collect()
@@ -102,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sizes", default="100,1000,10000")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--queue-size", type=int, default=64)
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/scale.json")
     arguments = parser.parse_args()
@@ -117,7 +124,7 @@ def main() -> None:
             for size in sizes if repeat else [min(sizes)]:
                 # Of their own each time: what an engine's pool has learned must not depend on the order.
                 with FakeEngines(options) as engines:
-                    result = once(size, engines.urls, Path(name), profile if repeat else None)
+                    result = once(size, arguments.queue_size, engines.urls, Path(name), profile if repeat else None)
                 print(f"{size:6} {'' if repeat else '(warm-up) '}{line(result)}", flush=True)
                 if repeat:
                     runs[size].append(result)
@@ -125,14 +132,14 @@ def main() -> None:
         stats = pstats.Stats(profile)
         stats.dump_stats(arguments.profile)
         stats.sort_stats("tottime").print_stats(25)
-    report(arguments.out, runs)
+    report(arguments.out, runs, arguments.queue_size)
 
 
 def line(result: dict[str, float]) -> str:
     return json.dumps({name: float(f"{value:.4g}") for name, value in result.items()})
 
 
-def report(out: Path, runs: dict[int, list[dict[str, float]]]) -> None:
+def report(out: Path, runs: dict[int, list[dict[str, float]]], queue_size: int) -> None:
     least = {size: {name: min(run[name] for run in found) for name in found[0]} for size, found in runs.items()}
     small, large = least[min(least)], least[max(least)]
     middle = least[sorted(least)[-2]] if len(least) > 1 else large
@@ -145,6 +152,8 @@ def report(out: Path, runs: dict[int, list[dict[str, float]]]) -> None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]},
         "what": "of one microgroup, in the driver's process: CPU time, memory held, bytes of events; the least of the runs",
+        "engines": ENGINES,
+        "queue_size": queue_size,
         "event_bytes_at_most": 2 * EVENT_BYTES,
         "prediction": PREDICTION,
         "measured": measured,
