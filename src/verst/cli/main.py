@@ -1,5 +1,5 @@
 """`verst`: doctor, init, convert-recipe, train, plan, replay, chaos, explain-ratio, trace, triage, eval, generate, serve, router, export,
-dashboard, tiny."""
+dashboard, tiny, completion."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ _GPUS = ",".join(str(2**n) for n in range(11))
 
 app = typer.Typer(
     name="verst",
-    help="Post-training of diffusion models: SFT, Flow-GRPO, DiffusionNFT, on a laptop or a Ray cluster.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -44,14 +43,20 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Errors are one paragraph; a traceback only with VERST_DEBUG=1."""
+    """Errors that a person can mend are one paragraph; a traceback only with --debug, wherever it stands."""
+    arguments = [word for word in sys.argv[1:] if word != "--debug"]
     try:
-        app(standalone_mode=True)
-    except VerstError as error:
-        if os.environ.get("VERST_DEBUG"):
+        app(args=arguments, prog_name="verst", standalone_mode=True)
+    except (VerstError, OSError) as error:
+        if len(arguments) < len(sys.argv) - 1 or os.environ.get("VERST_DEBUG"):
             raise
         print(f"verst: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+@app.callback()
+def everywhere(debug: Annotated[bool, typer.Option("--debug", help="Errors with their traceback.")] = False) -> None:
+    """Post-training of diffusion models: SFT, Flow-GRPO, DiffusionNFT, on a laptop or a Ray cluster."""
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,6 +12,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command()(doctor)
     app.command()(init)
     app.command("convert-recipe")(convert_recipe)
+    app.command()(completion)
 
 
 def doctor(
@@ -67,3 +68,10 @@ def convert_recipe(
     from verst.cli import convert as command
 
     command.run(file, out=out, gpus=gpus)
+
+
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="Of which shell.")]) -> None:
+    """Print the script that completes commands and options: bash: `source <(verst completion bash)` in ~/.bashrc."""
+    from typer.completion import get_completion_script
+
+    print(get_completion_script(prog_name="verst", complete_var="_VERST_COMPLETE", shell=shell))
