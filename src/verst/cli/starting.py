@@ -72,6 +72,6 @@ def convert_recipe(
 
 def completion(shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="Of which shell.")]) -> None:
     """Print the script that completes commands and options: bash: `source <(verst completion bash)` in ~/.bashrc."""
-    from typer.completion import get_completion_script
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
     print(get_completion_script(prog_name="verst", complete_var="_VERST_COMPLETE", shell=shell))
