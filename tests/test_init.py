@@ -15,6 +15,7 @@ from verst.config.recipe import RlRecipe
 from verst.config.sections import ColocatedPlacement, NoSteps, WindowSteps
 from verst.errors import ConfigError
 from verst.families import Geometry, SamplingDefaults, recognise
+from verst.families.tiny import build_tiny
 from verst.loops.memory_plan import memory_plan
 from verst.trainer.estimate import peak_of
 
@@ -78,6 +79,18 @@ def test_sizes_follow_the_memory(tmp_path: Path) -> None:
         assert got["rollout"]["microgroup_size"] == got["trainer"]["tile_size"] == got["engine"]["max_batch"] == rows
         assert got["trainer"]["activation_checkpointing"] == checkpointing
         assert ("more than there is" in note) == (memory == 1)
+
+
+def test_a_model_that_cannot_be_traced_is_given_a_guess(tmp_path: Path) -> None:
+    folder = build_tiny("wan2.1", tmp_path / "wan")
+    family, defaults, geometry = look(folder)
+    assert (geometry.height, geometry.width, geometry.num_frames) == (480, 832, 5)
+    machine = Machine(gpus=0, memory=GIB)
+    tables = recipe_tables(folder, "mine", family, defaults, geometry, told(tmp_path, algorithm="nft"), machine)
+    # Its table of positions ends at 32, and this width takes 52 of them.
+    got, note = fitted(tables, machine)
+    assert (got["trainer"]["tile_size"], got["trainer"]["activation_checkpointing"]) == (4, "full")
+    assert note.startswith("Batches are a guess")
 
 
 def test_a_large_image_and_a_long_clip_are_trained_smaller(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from verst.cli.recipe_text import check_free, write_recipe
 from verst.config import RlRecipe, parse_recipe
-from verst.errors import ConfigError, DataError, ModelError, PromptError, RequestError
+from verst.errors import ConfigError, RequestError, VerstError
 
 if TYPE_CHECKING:
     from verst.families import Family, Geometry, SamplingDefaults
@@ -220,7 +220,7 @@ def fitted(tables: dict[str, Any], machine: Machine) -> tuple[dict[str, Any], st
         assert isinstance(recipe, RlRecipe)
         try:
             plan = memory_plan(recipe)
-        except (ModelError, PromptError, DataError, ConfigError, RequestError) as error:
+        except (VerstError, RuntimeError) as error:  # RuntimeError: a size that the model itself cannot take
             why = str(error).splitlines()[0]
             return sized(tables, 4, "full"), f"Batches are a guess, for their memory could not be told: {why}"
         needed = peak_of(plan.trainer) + peak_of(plan.engine)
