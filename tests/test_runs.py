@@ -280,9 +280,10 @@ def test_failing_reward_stops_the_run_and_is_named(tmp_path: Path) -> None:
     assert metric_rows(tmp_path / "runs" / "run") == []
 
 
-def test_reward_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+def test_reward_that_cannot_be_imported_is_named_before_any_process_starts(tmp_path: Path) -> None:
     output = refused(tmp_path, 'rewards=[{type="python", path="run_rewards:missing", name="judge"}]')
-    assert "ConfigError: rewards.path = 'run_rewards:missing' cannot be imported" in output
+    assert "ConfigError: rewards.0.path = 'run_rewards:missing' cannot be imported" in output
+    assert "starting Ray" not in output
 
 
 def test_prompt_that_is_too_long_is_refused_before_the_first_rollout(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from verst.algorithms import make_algorithm
 from verst.cluster.cluster import Cluster
 from verst.config.plan import num_gpus
 from verst.config.recipe import RlRecipe, gold_names
@@ -26,6 +25,7 @@ from verst.errors import StateLost
 from verst.loops.batch import Batch, make_batch, reward_weights
 from verst.loops.checkpoints import Checkpoints
 from verst.loops.ledger import ledger_row
+from verst.loops.own_code import check_own_code
 from verst.loops.prompt_checks import ask_engine, check_prompts
 from verst.loops.report import HELDOUT, Report
 from verst.loops.run_folder import RunFolder, dump
@@ -56,8 +56,7 @@ async def train_rl(recipe: RlRecipe, folder: RunFolder, *, quiet: bool = False, 
         source = PromptSource(recipe.prompts.train, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
         heldout = read_prompts(recipe.prompts.heldout)[: recipe.eval.num_prompts]
         check_prompts(recipe, source.prompts, heldout)
-        # What is the user's own is imported, or refused, before any process starts.
-        make_algorithm(recipe.algorithm, sampling=recipe.sampling, seed=recipe.run.seed)
+        check_own_code(recipe)
         filters = GroupFilters(recipe)
         saved = resume_point(folder)
         report.status("starting Ray, engine and trainer")
