@@ -21,7 +21,7 @@ from verst.loops.batch import make_batch
 from verst.loops.rl import heldout_metrics, heldout_rewards, reward_metrics
 from verst.rollout.columns import Overrides
 from verst.rollout.engines import EnginePool
-from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, assemble, in_prompt_order
+from verst.rollout.pipeline import Pipeline, ScoredMicrogroup, assemble, in_prompt_order, raise_first
 from verst.rollout.plan import MicrogroupTask, plan_evaluation, plan_rollout
 from verst.rollout.prompts import Prompt, PromptSource
 from verst.rollout.scoring import reward_batch
@@ -482,3 +482,15 @@ def test_watched_reward_that_is_nan_leaves_the_total_alone(tmp_path: Path) -> No
     assert metrics["reward/train_std"] == 0.0
     assert metrics["reward/brightness/mean"] == 0.5
     assert metrics["reward/num_masked"] == 0.0
+
+
+def test_the_first_failure_keeps_the_cause_that_it_has() -> None:
+    told, bare = EngineError("the engine is gone"), EngineError("another")
+    told.__cause__ = ConnectionResetError("by peer")
+    groups = [ExceptionGroup("tasks", [told, bare]), ExceptionGroup("tasks", [ExceptionGroup("inner", [bare])])]
+    with pytest.raises(EngineError, match="the engine is gone") as caught:
+        raise_first(groups[0])
+    assert isinstance(caught.value.__cause__, ConnectionResetError)
+    with pytest.raises(EngineError, match="another") as caught:
+        raise_first(groups[1])
+    assert caught.value.__cause__ is groups[1]

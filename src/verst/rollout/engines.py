@@ -16,7 +16,7 @@ from verst.engine.client import EngineClient, check_certificate, check_echo
 from verst.engine.wire import Answer, GenerateRequest
 from verst.errors import EchoError, EngineError, InvariantError, StateLost, SyncError
 from verst.obs.spans import ENGINE, Spans, lane_of
-from verst.rollout.pipeline import first_failure
+from verst.rollout.pipeline import raise_first
 from verst.rollout.plan import MicrogroupTask
 from verst.types import Microgroup
 
@@ -259,7 +259,7 @@ async def hand_over(
                 group.create_task(client.update_weights(one)) for client, one in zip(clients, manifests, strict=True)
             ]
     except BaseExceptionGroup as failures:
-        raise first_failure(failures) from failures
+        raise_first(failures)
     if sent is None:
         known: str = manifests[0]["digest"]
         return known

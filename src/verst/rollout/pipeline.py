@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from verst.engine.wire import Answer
 from verst.errors import InvariantError
@@ -85,8 +85,7 @@ class Pipeline:
                     group.create_task(self._microgroup(task, times, weight_version, on_generated)) for task in tasks
                 ]
         except BaseExceptionGroup as failures:
-            error = first_failure(failures)
-            raise error from (error.__cause__ or failures)
+            raise_first(failures)
         ended_s = time.monotonic()
         for task, scored_s in times.scored:
             if not task.is_heldout:
@@ -140,12 +139,12 @@ def _name(task: MicrogroupTask) -> dict[str, int]:
     }
 
 
-def first_failure(failures: BaseExceptionGroup) -> BaseException:
-    """The first exception of a group that is not itself a group."""
+def raise_first(failures: BaseExceptionGroup) -> NoReturn:
+    """Raises the first exception of a group that is not itself a group, with the cause that it has."""
     error: BaseException = failures
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return error
+    raise error from (error.__cause__ or failures)
 
 
 def in_prompt_order(scored: Sequence[ScoredMicrogroup], values: Sequence[T]) -> list[T]:
