@@ -67,6 +67,7 @@ COMMANDS = [
     ),
     (("convert-recipe", "no.txt", "--out", "new.toml"), "file no.txt does not exist"),
     (("triage", "empty"), "empty"),
+    (("serve", "empty", "--port", "0"), "empty"),
 ]
 
 

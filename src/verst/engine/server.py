@@ -25,6 +25,7 @@ from verst.engine.ranked import LeadWorker
 from verst.engine.ranks import EngineRanks, Meeting
 from verst.engine.worker import Worker
 from verst.errors import EngineError
+from verst.families import recognise
 from verst.flow.determinism import make_deterministic
 from verst.web.guard import check_exposed
 from verst.web.listen import listen, url_of
@@ -110,9 +111,10 @@ class EngineServer:
     def serve_forever(self) -> None:
         """Bind and serve from this, the main thread, until SIGINT or SIGTERM.
 
-        Raises ConfigError like `start`, and EngineError as soon as the engine is dead: whoever supervises the process
-        shall see its end.
+        Raises ModelError for a folder without a model, ConfigError like `start`, and EngineError as soon as the engine is
+        dead: whoever supervises the process shall see its end.
         """
+        recognise(self._folder, fp32_modules=self._fp32_modules)
         self._socket = listen(self._host, self._port, keys="engine.{}")
         print(f"{self._folder} is served at {self.url}", flush=True)
         self._serve(until_failure=True)
