@@ -117,7 +117,7 @@ ABSENT = {
     "custom-rm-path": "a reward of type = python: docs/rewards.md",
     "custom-generate-function-path": "there is one rollout",
     "dynamic-sampling-filter-path": "rollout.filters and rollout.dynamic: docs/prompts.md",
-    "use-wandb": "trackers: TensorBoard and metrics.jsonl",
+    "use-wandb": "trackers.wandb, with a project",
     "use-miles-dashboard": "`verst dashboard` reads every run",
     "globalize-reward-mean": "advantages are relative to the group's mean",
     "load": "the same command goes on with a run",

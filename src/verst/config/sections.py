@@ -92,6 +92,8 @@ from verst.config.sync import CudaIpcSync as CudaIpcSync
 from verst.config.sync import DiskSync as DiskSync
 from verst.config.sync import ShmSync as ShmSync
 from verst.config.sync import SyncConfig as SyncConfig
+from verst.config.trackers import TrackerConfig as TrackerConfig
+from verst.config.trackers import WandbConfig as WandbConfig
 from verst.config.trainer import OffloadConfig as OffloadConfig
 from verst.config.trainer import ParallelConfig as ParallelConfig
 from verst.config.trainer import TrainerConfig as TrainerConfig
@@ -291,14 +293,3 @@ class EvalConfig(Section):
     def num_pictures(self) -> int:
         """In the grid, of samples that were decoded."""
         return self.grid or 16
-
-
-class TrackerConfig(Section):
-    tensorboard: Flag = True
-    """Write TensorBoard event files into the run folder."""
-    samples_every: NonNegativeInt = 10
-    """Iterations between those whose best and worst sample of each group are kept in samples/; 0 = none are."""
-    sample_groups: PositiveInt = 16
-    """Groups of a rollout of which they are kept, the first ones."""
-    sample_iterations: PositiveInt = 100
-    """Iterations of which samples/ holds samples, held-out and of rollouts each: evenly over the run, the newest among them."""

@@ -15,6 +15,7 @@ from verst.config.watch import HELDOUT as HELDOUT
 from verst.loops.ledger import Ledger
 from verst.loops.run_folder import RunFolder, ending_rules
 from verst.loops.shown import SeenGroup
+from verst.loops.trackers import Tracker, check_trackers, make_trackers
 from verst.loops.watch import RaisedAlarm
 from verst.obs.alarms import ROLLED_BACK_TO
 from verst.obs.curve import save_curve
@@ -26,13 +27,13 @@ from verst.obs.progress import make_progress
 from verst.obs.samples import ShownSample, forget_after, read_samples, save_samples, saved_steps
 from verst.obs.spans import FILE, STARTED, Spans
 from verst.obs.summary import RunSummary, print_summary
-from verst.obs.tensorboard import TensorBoardLog
 
 
 class Report:
     """One driver's reporting; `iteration` is where the run goes on from."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder, *, quiet: bool) -> None:
+        check_trackers(recipe.trackers)
         self._recipe = recipe
         self._folder = folder
         self._quiet = quiet
@@ -47,7 +48,7 @@ class Report:
         self._supervision = EventLog(folder.events / "supervision.jsonl")
         self._groups = EventLog(folder.events / "groups.jsonl")
         self._progress = make_progress(name=recipe.run.name, total=recipe.run.iterations, quiet=quiet)
-        self._tensorboard: TensorBoardLog | None = None
+        self._trackers: list[Tracker] = []
         self._masked = 0
 
     def resume_at(self, iteration: int) -> None:
@@ -57,10 +58,14 @@ class Report:
         forget_after(self._folder.samples, iteration)
         for row in read_metrics(self._folder.metrics):
             self._progress.replay(int(row["iteration"]), {k: v for k, v in row.items() if isinstance(v, float)})
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._recipe.trackers.tensorboard:
-            self._tensorboard = TensorBoardLog(self._folder.path / "tensorboard", resume_after=iteration)
+        self._close_trackers()
+        self._trackers = make_trackers(
+            self._recipe.trackers,
+            self._folder.path,
+            name=self._recipe.run.name,
+            recipe=self._recipe.model_dump(mode="json"),
+            resume_after=iteration,
+        )
 
     def supervision(self, name: str, event: Mapping[str, str | int | float]) -> None:
         """A fault, a hang or a restart of one of the run's processes."""
@@ -79,8 +84,8 @@ class Report:
         self._masked += int(metrics.get("reward/num_masked", 0))
         self._metrics.append(iteration, metrics)
         self._events.flush()
-        if self._tensorboard is not None:
-            self._tensorboard.scalars(iteration, metrics)
+        for tracker in self._trackers:
+            tracker.scalars(iteration, metrics)
         self._progress.update(iteration, metrics)
         if HELDOUT in metrics:
             self._draw_curve()
@@ -101,8 +106,8 @@ class Report:
         picture = grid(padded([sample.media[0] for sample in samples]), captions)
         save_png(self._folder.samples / f"step_{iteration:08d}.png", picture)
         save_samples(self._folder.samples, "heldout", iteration, samples, keep=self._recipe.trackers.sample_iterations)
-        if self._tensorboard is not None:
-            self._tensorboard.image(iteration, "samples/heldout", picture)
+        for tracker in self._trackers:
+            tracker.image(iteration, "samples/heldout", picture)
 
     def groups(self, iteration: int, groups: Sequence[SeenGroup]) -> None:
         """All groups of a rollout; where they are due the best and the worst samples of some."""
@@ -190,8 +195,12 @@ class Report:
         self._alarms.close()
         self._supervision.close()
         self._groups.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        self._close_trackers()
+
+    def _close_trackers(self) -> None:
+        trackers, self._trackers = self._trackers, []
+        for tracker in trackers:
+            tracker.close()
 
     def _draw_curve(self) -> Any:
         return save_curve(self._folder.metrics, self._folder.path / "reward_curve.png", title=self._recipe.run.name)
