@@ -5,11 +5,12 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test test-sglang bench-learning bench-transport bench-overlap bench-scale bench-router lint format clean
+.PHONY: help install demo test docs test-sglang bench-learning bench-transport bench-overlap bench-scale bench-router lint format clean
 
 help:
 	@echo "make demo   train a small text-to-image model to write digits (about 5 to 8 minutes on two CPU cores)"
 	@echo "make test   lint, types and all tests (WITH_SGLANG=1: also against SGLang-Diffusion itself, 2.7 GB)"
+	@echo "make docs   the documentation as a site in build/docs; warnings are errors"
 	@echo "make test-sglang   compare with SGLang-Diffusion itself (2.7 GB into build/sglang, once; then a minute or two)"
 	@echo "make bench-learning   every online algorithm on the glyph model, three seeds each (hours on two cores)"
 	@echo "make bench-transport   samples from engine to driver: shared memory, msgpack, JSON (a few minutes, 6 GB)"
@@ -47,6 +48,10 @@ test: $(VENV)/.dev build/browser/.ready
 ifdef WITH_SGLANG
 	$(MAKE) test-sglang
 endif
+
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "build/docs/index.html"
 
 # SGLang-Diffusion as an oracle. Its wheel is for CPython 3.11; torch is verst's own, because equal bits need one torch.
 SGLANG := build/sglang

@@ -54,13 +54,14 @@ def recipe_text(tables: Mapping[str, Any], header: Sequence[str]) -> str:
 
 def _line(key: str, value: Any, model: BaseModel) -> str:
     meaning = " ".join((type(model).model_fields[key].description or "").split())
-    text = f"{key} = {_value(value)}"
+    text = f"{key} = {toml_value(value)}"
     return f"{text}  # {meaning}" if meaning and len(meaning) <= _LONGEST else text
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """As it stands to the right of a key."""
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_value(inner)}" for key, inner in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {toml_value(inner)}" for key, inner in value.items()) + " }"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_value, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()

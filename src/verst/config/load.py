@@ -64,7 +64,7 @@ def _recipe_class(data: dict[str, Any]) -> type[Recipe]:
     classes: dict[str, type[Recipe]] = {
         str(_tag(table)): recipe
         for recipe in (RlRecipe, SftRecipe)
-        for table in _models_in(recipe.model_fields["algorithm"])
+        for table in models_in(recipe.model_fields["algorithm"])
     }
     algorithm = data.get("algorithm")
     kind = algorithm.get("type") if isinstance(algorithm, dict) else None
@@ -201,18 +201,19 @@ def _tables_at(model: type[BaseModel], loc: Sequence[Any]) -> list[type[BaseMode
             continue
         fields = [table.model_fields[part] for table in tables if part in table.model_fields]
         if fields:
-            tables = [inner for field in fields for inner in _models_in(field)]
+            tables = [inner for field in fields for inner in models_in(field)]
         else:
             tables = [table for table in tables if _tag(table) == part]
     return tables
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The tables that a field, or what it is annotated with, may hold."""
     if isinstance(annotation, FieldInfo):
         annotation = annotation.annotation
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for arg in get_args(annotation) for model in _models_in(arg)]
+    return [model for arg in get_args(annotation) for model in models_in(arg)]
 
 
 def _tag(model: type[BaseModel]) -> str | None:

@@ -1,0 +1,94 @@
+"""The documentation site builds without a warning, offline, and nothing in it leads nowhere."""
+
+from __future__ import annotations
+
+import tomllib
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+from verst.config import RlRecipe, SftRecipe
+
+ROOT = Path(__file__).parents[1]
+
+
+class Links(HTMLParser):
+    """What a page names: places to go to, files that it loads, and its own anchors."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.to: list[str] = []
+        self.loaded: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = {key: value or "" for key, value in attrs}
+        self.anchors.add(named.get("id", ""))
+        if tag == "a" and "href" in named:
+            self.to.append(named["href"])
+        if tag == "link" and named.get("rel") in ("stylesheet", "icon", "preconnect"):
+            self.loaded.append(named["href"])
+        if tag in ("script", "img", "iframe") and "src" in named:
+            self.loaded.append(named["src"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Links]:
+    return {page: Links(page.read_text()) for page in site.rglob("*.html") if page.name != "404.html"}
+
+
+def test_every_page_of_docs_is_there(site: Path) -> None:
+    written = {page.with_suffix(".html").name for page in (ROOT / "docs").glob("*.md")}
+    made = {"index.html", "architecture.html"}
+    assert {page.name for page in site.glob("*.html")} == written | made | {"404.html"}
+    assert {page.name for page in (site / "reference").iterdir()} == {"keys.html", "commands.html", "recipes.html"}
+
+
+def test_links_lead_somewhere(pages: dict[Path, Links]) -> None:
+    broken, seen = [], 0
+    for page, links in pages.items():
+        for link in links.to + links.loaded:
+            parts = urlsplit(link)
+            if parts.scheme:
+                continue
+            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            there = target.is_file() and (
+                not parts.fragment or target not in pages or unquote(parts.fragment) in pages[target].anchors
+            )
+            seen += 1
+            if not there:
+                broken.append(f"{page.name}: {link}")
+    assert (broken, seen > 1000) == ([], True)
+
+
+def test_nothing_is_loaded_from_elsewhere(pages: dict[Path, Links]) -> None:
+    loaded = {link for links in pages.values() for link in links.loaded}
+    assert {link for link in loaded if urlsplit(link).scheme or link.startswith("//")} == set()
+    assert any("stylesheets/" in link for link in loaded)
+
+
+def test_keys_and_recipes_are_all_told(site: Path) -> None:
+    keys = (site / "reference/keys.html").read_text()
+    for recipe in (RlRecipe, SftRecipe):
+        for name in recipe.model_fields:
+            assert f"<code>{name}</code>" in keys
+    assert "GRPO" in keys
+    # A key within a variant within a table, with its bounds, default and docstring.
+    row = "<td><code>rank</code></td>\n<td>whole number &gt; 0</td>\n<td>32</td>\n<td>Rank r of each A, B pair.</td>"
+    assert row in keys
+    recipes = (site / "reference/recipes.html").read_text()
+    for path in (ROOT / "recipes").glob("*.toml"):
+        assert f"verst train recipes/{path.name}" in recipes
+        assert tomllib.loads(path.read_text())["algorithm"]["type"] in recipes
