@@ -13,7 +13,7 @@ from typer._click.exceptions import UsageError
 from verst.cli.main import app
 from verst.config import load_recipe
 
-_OVERRIDE = re.compile(r"[a-z_]+(\.\w+)+=.*")
+_OVERRIDE = re.compile(r"[a-z_]+(\.\w+)*=.*")
 
 
 def missing_argument(error: BaseException) -> bool:
