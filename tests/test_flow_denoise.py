@@ -302,7 +302,7 @@ def test_guidance_in_two_passes() -> None:
         return {"visual": given.positive["c"] * 3}
 
     assert in_two_passes(velocity, rows, 4.0)["visual"].item() == -3 + 4 * (6 - -3)
-    assert seen == [2, -1]
+    assert seen == [-1, 2]
     assert classifier_free(torch.tensor(6.0), torch.tensor(-3.0), 1.0) == 6
     with pytest.raises(InvariantError, match="negative prompt"):
         in_two_passes(velocity, Conditioning(positive={}, negative=None), 4.0)
