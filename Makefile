@@ -49,8 +49,9 @@ ifdef WITH_SGLANG
 	$(MAKE) test-sglang
 endif
 
+# Not --quiet: MkDocs would then count no warnings, and none would be an error.
 docs: $(VENV)/.dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/docs/index.html"
 
 # SGLang-Diffusion as an oracle. Its wheel is for CPython 3.11; torch is verst's own, because equal bits need one torch.

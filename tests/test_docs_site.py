@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
@@ -92,3 +96,33 @@ def test_keys_and_recipes_are_all_told(site: Path) -> None:
     for path in (ROOT / "recipes").glob("*.toml"):
         assert f"verst train recipes/{path.name}" in recipes
         assert tomllib.loads(path.read_text())["algorithm"]["type"] in recipes
+
+
+def test_make_docs_refuses_what_leads_nowhere(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    for name in ("Makefile", "mkdocs.yml", "scripts", "recipes", "benchmarks", "README.md", "ARCHITECTURE.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("requirements.txt", "requirements-dev.txt", "pyproject.toml"):
+        (tmp_path / name).touch()
+    environment = tmp_path / ".venv"
+    environment.mkdir()
+    (environment / "bin").symlink_to(Path(sys.executable).parent)
+    for name in (".runtime", ".dev"):
+        (environment / name).touch()
+
+    # Variables of a `make test` that runs this are not for this one.
+    own = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+
+    def make() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["make", "docs"], cwd=tmp_path, env=own, capture_output=True, text=True)
+
+    page = tmp_path / "docs" / "speed.md"
+    text = page.read_text()
+    page.write_text(f"{text}\n[no page](nowhere.md), [no heading](data.md#nowhere)\n")
+    broken = make()
+    assert broken.returncode != 0
+    assert "'nowhere.md'" in broken.stderr
+    assert "'#nowhere'" in broken.stderr
+    page.write_text(text)
+    assert make().returncode == 0
+    assert (tmp_path / "build/docs/index.html").is_file()
