@@ -59,7 +59,9 @@ def test_every_block_runs(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
             assert done.returncode == 0, done.stderr
         else:
-            assert here(monkeypatch, *words) == 0, words
+            # What doctor finds is the machine's affair.
+            allowed = {0, 1} if words[0] == "doctor" else {0}
+            assert here(monkeypatch, *words) in allowed, words
     assert "metrics" in (clone / "ink.html").read_text()
     assert len(list((clone / "pictures").glob("*.png"))) == 2
     assert (clone / "my_pipeline" / "model_index.json").exists()
