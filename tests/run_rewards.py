@@ -18,6 +18,10 @@ def small_things(rewards: Mapping[str, Sequence[float]], prompt: str, metadata: 
     return prompt in ("a red cat", "two birds", "a small robot", "a car")
 
 
+def bright(media: Tensor, prompts: Sequence[str]) -> list[float]:
+    return [float(picture.float().mean()) / 255 for picture in media]
+
+
 def broken(media: Tensor, prompts: Sequence[str]) -> list[float]:
     raise RuntimeError("the judge is out")
 

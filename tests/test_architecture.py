@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 _ALL = set(MAY_IMPORT)
 MAY_IMPORT["loops"] = _ALL
 MAY_IMPORT["cli"] = _ALL | {"loops"}
+MAY_IMPORT["api"] = _ALL | {"loops"}
 """Package -> packages it may import besides itself and EVERYBODY; the table of the design."""
 ONLY_MODULES = {
     ("rollout", "engine"): {"wire", "client"},

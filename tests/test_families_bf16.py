@@ -24,7 +24,8 @@ from verst.families.islands import is_island
 from verst.families.tiny import build_tiny
 from verst.loops.batch import make_batch
 from verst.loops.forward import keep_islands_in_fp32, velocity
-from verst.loops.matrix import one_rank, sample_groups, sync_in_process, tiny_recipe, velocity_probe
+from verst.loops.local_engine import sync_in_process
+from verst.loops.matrix import one_rank, sample_groups, tiny_recipe, velocity_probe
 from verst.trainer import checkpoint
 from verst.types import Conditioning
 from verst.weights.loan import Borrower, Lender

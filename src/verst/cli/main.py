@@ -364,23 +364,10 @@ def matrix(
 
 def _load(recipe: Path, overrides: list[str] | None, *, model: bool = True) -> Any:
     """The recipe, its files there; with `model` its model too, from the hub where a hub id names it."""
-    from verst.config import load_recipe, missing_files
-    from verst.errors import ConfigError
+    from verst.config import load_recipe
+    from verst.loops.start import with_files
 
-    loaded = load_recipe(recipe, overrides or [])
-    missing = missing_files(loaded, model=False)
-    if missing:
-        raise ConfigError("; ".join(missing))
-    if not model or not missing_files(loaded):
-        return loaded
-    from verst.families.hub import local_folder
-
-    folder = local_folder(loaded.model.path)
-    found = loaded.model_copy(update={"model": loaded.model.model_copy(update={"path": folder})})
-    missing = missing_files(found)
-    if missing:
-        raise ConfigError("; ".join(missing))
-    return found
+    return with_files(load_recipe(recipe, overrides or []), model=model)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,8 +41,9 @@ def generate(
 
     from verst.engine.request import GenerateRequest
     from verst.engine.resolve import resolve
+    from verst.loops.local_engine import open_worker
 
-    worker, defaults = _worker(model, device, checkpoint)
+    worker, defaults = open_worker(model, device=device, checkpoint=checkpoint)
     given = {**defaults, **{key: value for key, value in sampling.items() if value is not None}}
     seeds = tuple(seed + i for i in range(len(prompts)))
     request = GenerateRequest(prompts=tuple(prompts), seeds=seeds, rollout=False, media_format="uint8", **given)
@@ -61,9 +61,10 @@ def serve(model: Path, *, port: int, dtype: str, device: str, **options: Any) ->
     import torch
 
     from verst.engine.server import EngineServer
+    from verst.loops.local_engine import pick_device
     from verst.web.guard import token_from_environment
 
-    options |= {"dtype": getattr(torch, dtype), "device": _device(device), "token": token_from_environment()}
+    options |= {"dtype": getattr(torch, dtype), "device": pick_device(device), "token": token_from_environment()}
     server = EngineServer(model, port=port, **options)
     server.serve_forever()
 
@@ -73,43 +74,3 @@ def export(run: Path, out: Path, *, what: str, checkpoint: str, ema: bool) -> No
     from verst.trainer.export import export as write
 
     print(write(run, stored_rl_recipe(run), out, what=what, which=checkpoint, ema=ema))  # type: ignore[arg-type]
-
-
-def _worker(model: Path, device: str, checkpoint: str) -> tuple[Any, dict[str, Any]]:
-    """A worker for a model folder or for what a run has learned, and the run's own sampling parameters."""
-    import torch
-
-    from verst.engine.worker import Worker
-    from verst.families.loading import index_file
-    from verst.loops.run_folder import stored_rl_recipe
-    from verst.trainer.export import find_checkpoint, load_trained
-
-    torch.set_num_threads(os.cpu_count() or 1)
-    if index_file(model).exists():
-        return Worker(model, device=_device(device)), {}
-    recipe = stored_rl_recipe(model)
-    worker = Worker(
-        recipe.model.path,
-        dtype=getattr(torch, recipe.model.dtype),
-        fp32_modules=recipe.model.fp32_modules,
-        device=_device(device),
-    )
-    load_trained(worker.components.transformer, recipe, find_checkpoint(model, checkpoint), ema=False)
-    sampling = recipe.sampling
-    return worker, {
-        "height": sampling.height,
-        "width": sampling.width,
-        "num_inference_steps": sampling.num_steps,
-        "guidance_scale": sampling.guidance_scale,
-        "negative_prompt": sampling.negative_prompt,
-        "sigma_shift": sampling.sigma_shift,
-        "max_sequence_length": recipe.model.max_sequence_length,
-    }
-
-
-def _device(name: str) -> str:
-    import torch
-
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import TYPE_CHECKING
 
-from verst.config.recipe import Recipe, SftRecipe
-
-if TYPE_CHECKING:
-    from verst.loops.run_folder import RunFolder
+from verst.config.recipe import Recipe
 
 
 def run(recipe: Recipe, *, if_complete: str, quiet: bool) -> None:
     """Dispatch to the loop of the recipe; a complete run says so and is left alone unless `if_complete` is new."""
     from verst.loops.run_folder import RunFolder
+    from verst.loops.start import run_recipe
 
     folder = RunFolder(recipe, if_complete="new" if if_complete == "new" else "summary")
     try:
         summary = folder.summary()
         if summary is None:
-            _train(recipe, folder, quiet)
+            run_recipe(recipe, folder, quiet=quiet)
         elif not quiet:
             before, after = summary["heldout_before"], summary["heldout_after"]
             # None where no held-out sample ever had a score.
@@ -36,14 +33,3 @@ def run(recipe: Recipe, *, if_complete: str, quiet: bool) -> None:
         sys.exit(130)
     finally:
         folder.close()
-
-
-def _train(recipe: Recipe, folder: RunFolder, quiet: bool) -> None:
-    if isinstance(recipe, SftRecipe):
-        from verst.loops.sft import train_sft
-
-        train_sft(recipe, folder, quiet=quiet)
-        return
-    from verst.loops.rl import train_rl
-
-    asyncio.run(train_rl(recipe, folder, quiet=quiet))

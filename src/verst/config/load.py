@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -27,15 +28,15 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises ConfigError for an unreadable file, a wrong key, value or combination.
     """
-    data = _read(path, "recipe")
+    return parse_recipe(_read(path, "recipe"), overrides)
+
+
+def parse_recipe(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe from nested tables, which stay as they are. Raises ConfigError."""
+    tables = copy.deepcopy(dict(data))
     for override in overrides:
-        _apply_override(data, override)
-    return parse_recipe(data)
-
-
-def parse_recipe(data: dict[str, Any]) -> Recipe:
-    """A recipe from nested tables. Raises ConfigError."""
-    return _parse(_recipe_class(data), data)
+        _apply_override(tables, override)
+    return _parse(_recipe_class(tables), tables)
 
 
 def load_stage_times(path: Path) -> StageTimes:

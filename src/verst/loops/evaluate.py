@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from verst.config.recipe import RlRecipe, gold_names
-from verst.engine.client import check_echo
-from verst.engine.resolve import resolve
-from verst.engine.wire import Answer, encode_response, to_microgroup
 from verst.engine.worker import Worker
 from verst.flow.determinism import make_deterministic
+from verst.loops.local_engine import local_pipeline
 from verst.loops.prompt_checks import check_prompts
 from verst.loops.rl import heldout_metrics, wants_cuda
 from verst.rewards.local import local_pools
-from verst.rollout.pipeline import Pipeline
-from verst.rollout.plan import MicrogroupTask, plan_evaluation
+from verst.rollout.plan import plan_evaluation
 from verst.rollout.prompts import read_prompts
 from verst.rollout.scoring import Scorer
 from verst.trainer.export import load_trained
 from verst.trainer.rl import DTYPES
-from verst.types import Microgroup, SampleKey
 
 
 async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool) -> dict[str, float]:
@@ -45,18 +39,6 @@ async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool
         recipe.judges, local_pools(recipe.judges), group_size=recipe.rollout.group_size, always=gold_names(recipe)
     )
 
-    async def generate(task: MicrogroupTask) -> Answer:
-        (records,) = worker.generate([resolve(task.request, worker.components)])
-        if isinstance(records, Exception):
-            raise records
-        return Answer(body=encode_response(records))
-
-    async def parse(answer: Answer, keys: Sequence[SampleKey]) -> Microgroup:
-        return await asyncio.to_thread(to_microgroup, answer, keys)
-
-    def check(task: MicrogroupTask, microgroup: Microgroup, weight_version: int) -> None:
-        check_echo(task.request, microgroup.echo, weight_version=weight_version)
-
-    pipeline = Pipeline(generate=generate, parse=parse, check=check, score=score)
+    pipeline = local_pipeline(worker, score)
     scored, _ = await pipeline.run(plan_evaluation(recipe, heldout), weight_version=worker.weight_version)
     return heldout_metrics(recipe, scored)

@@ -26,7 +26,8 @@ from verst.engine.worker import Worker
 from verst.errors import ConfigError
 from verst.flow.controller import make_transition
 from verst.flow.determinism import make_deterministic
-from verst.loops.matrix import one_rank, sync_in_process
+from verst.loops.local_engine import sync_in_process
+from verst.loops.matrix import one_rank
 from verst.loops.rl import wants_cuda
 from verst.loops.run_folder import stored_rl_recipe
 from verst.obs.alarms import ROLLED_BACK_TO

@@ -29,6 +29,7 @@ from verst.engine.worker import Worker
 from verst.errors import InvariantError
 from verst.families.tiny import TINY, build_tiny
 from verst.loops.batch import make_batch
+from verst.loops.local_engine import sync_in_process
 from verst.rewards.local import LocalRewards
 from verst.rollout.pipeline import ScoredMicrogroup, assemble
 from verst.rollout.plan import plan_rollout
@@ -38,7 +39,6 @@ from verst.trainer.core import TileLoss
 from verst.trainer.parallel import open_store
 from verst.trainer.rl import RlTrainer
 from verst.types import Conditioning, Group, Latents, Microgroup
-from verst.weights.manifest import verify
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "flow_grpo": {},
@@ -203,14 +203,6 @@ def sample_groups(recipe: RlRecipe, worker: Worker) -> list[Group]:
     if len(set(groups[0].rewards()[name])) < 2:
         raise InvariantError("the two samples of the tiny rollout got the same reward: nothing to train on")
     return groups
-
-
-def sync_in_process(trainer: RlTrainer, worker: Worker, *, version: int) -> None:
-    """The trainer's weights into the worker's transformer, verified. Raises SyncError."""
-    manifest = trainer.publish(version)
-    assert manifest is not None
-    verify(manifest, worker.update_from_manifest(manifest), engine="in this process")
-    trainer.unpublish()
 
 
 def velocity_probe(microgroup: Microgroup, worker: Worker) -> Callable[[torch.nn.Module], Latents]:

@@ -30,7 +30,7 @@ from verst.loops.prompt_checks import ask_engine, check_prompts
 from verst.loops.report import HELDOUT, Report
 from verst.loops.run_folder import RunFolder, dump
 from verst.loops.shown import heldout_samples, seen_groups
-from verst.loops.stop import Interrupted, StopSignal
+from verst.loops.stop import Asked, Interrupted, StopSignal
 from verst.loops.watch import Watch, gold_metrics
 from verst.obs.machine import DriverLoad
 from verst.obs.metrics import mean_of_finite, read_metrics
@@ -46,10 +46,12 @@ from verst.trainer.rl import UpdateMetrics
 from verst.types import Group, Microgroup
 
 
-async def train_rl(recipe: RlRecipe, folder: RunFolder, *, quiet: bool = False, until: int | None = None) -> None:
+async def train_rl(
+    recipe: RlRecipe, folder: RunFolder, *, quiet: bool = False, until: int | None = None, asked: Asked | None = None
+) -> None:
     """Run to the end, or to a checkpoint on Ctrl-C. The same call on the same folder goes on where it stopped.
 
-    until: stop, with a checkpoint, after this iteration, as if interrupted there.
+    until: stop, with a checkpoint, after this iteration, as if interrupted there. asked: see StopSignal.
     """
     report = Report(recipe, folder, quiet=quiet)
     try:
@@ -60,7 +62,7 @@ async def train_rl(recipe: RlRecipe, folder: RunFolder, *, quiet: bool = False, 
         filters = GroupFilters(recipe)
         saved = resume_point(folder)
         report.status("starting Ray, engine and trainer")
-        with StopSignal() as stop:
+        with StopSignal(asked) as stop:
             cluster = Cluster(
                 recipe,
                 cuda=wants_cuda(recipe),

@@ -48,12 +48,15 @@ _FREE = (
 class RunFolder:
     """Held by one driver at a time; the lock goes with the process, however it ends."""
 
-    def __init__(self, recipe: Recipe, *, if_complete: IfComplete = "summary") -> None:
-        """Raises ConfigError when another driver holds the folder, or it holds a run of another recipe."""
+    def __init__(self, recipe: Recipe, *, if_complete: IfComplete = "summary", resume: bool = True) -> None:
+        """resume: False moves what the folder holds out of the way, complete or not.
+
+        Raises ConfigError when another driver holds the folder, or it holds a run of another recipe."""
         self.recipe = recipe
         self.path = recipe.run.folder / recipe.run.name
         self._lock = self._acquire()
-        if if_complete == "new" and self.summary() is not None:
+        begun = (self.path / "recipe.toml").exists()
+        if begun and (not resume or (if_complete == "new" and self.summary() is not None)):
             self._lock.close()
             self._move_away()
             self._lock = self._acquire()
@@ -78,13 +81,7 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any] | None:
         """What a finished run says of itself; None while it is not finished."""
-        path = self.path / "summary.json"
-        if not path.exists():
-            return None
-        summary: dict[str, Any] = json.loads(path.read_text())
-        ended = summary.get("early", False) and summary.get("rules") == ending_rules(self.recipe)
-        done = ended or summary["iterations"] >= self.recipe.run.iterations
-        return summary if done else None
+        return finished(self.path, self.recipe)
 
     def finish(self, summary: dict[str, Any]) -> None:
         _write_whole(self.path / "summary.json", json.dumps(summary, indent=1))
@@ -145,6 +142,17 @@ class RunFolder:
         facts = json.loads(path.read_text()) if path.exists() else {"started": time.time(), **_facts()}
         facts.setdefault("resumed", []).append(time.time())
         _write_whole(path, json.dumps(facts, indent=1))
+
+
+def finished(run: Path, recipe: Recipe) -> dict[str, Any] | None:
+    """What a run folder says of itself at its end; None while it is not finished, as this recipe would have it."""
+    path = run / "summary.json"
+    if not path.exists():
+        return None
+    summary: dict[str, Any] = json.loads(path.read_text())
+    ended = summary.get("early", False) and summary.get("rules") == ending_rules(recipe)
+    done = ended or summary["iterations"] >= recipe.run.iterations
+    return summary if done else None
 
 
 def dump(recipe: Recipe) -> dict[str, Any]:

@@ -15,10 +15,13 @@ from pathlib import Path
 from verst.config.supervised import SftRecipe
 from verst.loops.run_folder import RunFolder
 from verst.loops.sft_run import SftRun
+from verst.loops.stop import Asked
 
 
-def train_sft(recipe: SftRecipe, folder: RunFolder, *, quiet: bool = False) -> Path:
+def train_sft(recipe: SftRecipe, folder: RunFolder, *, quiet: bool = False, asked: Asked | None = None) -> Path | None:
     """Run to the end or the stop rule; returns the folder of the trained pipeline, `<run folder>/pipeline`.
+
+    asked: may stop it after a step, with a checkpoint; None is returned then.
 
     The same call on the same folder goes on from its newest checkpoint. Raises ConfigError, ModelError, PromptError,
     DataError or RewardError before any training for what is wrong with the recipe or its files; DataError for a file
@@ -36,4 +39,7 @@ def train_sft(recipe: SftRecipe, folder: RunFolder, *, quiet: bool = False) -> P
                     with run.phase("train", iteration):
                         metrics = run.trainer.step(run.loss.tiles(batch))
                     stopped = run.after_step(iteration, metrics, batch.metrics)
+                if asked is not None and asked.requested and not stopped and iteration < recipe.run.iterations:
+                    run.pause(iteration)
+                    return None
         return run.end(iteration, stopped=stopped)

@@ -133,6 +133,12 @@ class SftRun:
         kind = TRAINER if name == "train" else DRIVER
         return self._report.spans.span(name, lane=lane_of(kind, 0), iteration=iteration)
 
+    def pause(self, iteration: int) -> None:
+        """A checkpoint of here, where there is none yet."""
+        if self._folder.latest() != checkpoint.step_folder(self._folder.checkpoints, iteration):
+            self._save_checkpoint(iteration)
+        self._report.status(f"stopped after iteration {iteration}; the same command goes on from there")
+
     def end(self, iteration: int, *, stopped: bool) -> Path:
         """The written pipeline. Raises InvariantError when a stop rule was set and never met."""
         at_least = self._recipe.stop.reward_at_least
