@@ -1,0 +1,61 @@
+"""The program of docs/python.md, and the notebook, run as they stand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from docs_fixtures import ROOT, blocks
+
+import verst
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder of a program, which is searched for modules."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    return tmp_path
+
+
+def run_cells(cells: list[str]) -> dict[str, Any]:
+    """Each after the other, in one namespace; a cell that begins with the name of a file is that file."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    threads = torch.get_num_threads()
+    try:
+        for number, cell in enumerate(cells):
+            first = cell.partition("\n")[0]
+            if first.startswith("# ") and first.endswith(".py"):
+                Path(first[2:]).write_text(cell)
+            else:
+                exec(compile(cell, f"cell {number}", "exec"), names)
+    finally:
+        torch.set_num_threads(threads)
+        sys.modules.pop("my_rewards", None)
+    return names
+
+
+@pytest.mark.ray
+def test_the_page_is_a_program(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    names = run_cells([text for _, text in blocks(page, "python")])
+    result = names["result"]
+    assert (result.complete, result.iterations, result.folder) == (True, 2, Path("runs/red"))
+    assert 0 < result.heldout_before < 1
+    assert names["iterations"] == [1, 2]
+    assert names["metrics"]["policy/ratio_max_deviation"] == 0
+    assert (folder / "cat.png").exists()
+    told = capsys.readouterr().out
+    assert told.count("look at") == told.count("saved") == 2
+    assert 'path = "my_rewards:redness"' in (result.folder / "recipe.toml").read_text()
+
+
+def test_the_page_names_what_there_is() -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    named = {name for name in dir(verst) if name[0].isupper() or name in ("train", "stream", "events", "with_rewards")}
+    assert {name for name in named - {"Event", "TYPE_CHECKING", "Any"} if f"verst.{name}" not in page} == set()
