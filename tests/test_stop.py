@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 
 import pytest
 from loop_fixtures import on_a_loop
 
 from verst.errors import EngineError
-from verst.loops.stop import Interrupted, StopSignal
+from verst.loops.stop import Asked, Interrupted, StopSignal
 
 
 @on_a_loop
@@ -60,3 +61,22 @@ async def test_failure_of_the_work_is_not_hidden_by_the_stop_signal() -> None:
 
     with StopSignal() as stop, pytest.raises(EngineError, match="gone"):
         await stop.unless_stopped(fails())
+
+
+@on_a_loop
+async def test_another_thread_asks_in_place_of_a_signal() -> None:
+    async def long_work() -> None:
+        await asyncio.Event().wait()
+
+    asked, before = Asked(), signal.getsignal(signal.SIGINT)
+    with StopSignal(asked) as stop:
+        assert signal.getsignal(signal.SIGINT) == before
+        thread = threading.Timer(0.01, asked.ask)
+        thread.start()
+        with pytest.raises(Interrupted):
+            await stop.unless_stopped(long_work())
+    thread.join()
+    asked.ask()  # nobody hears it any more
+    with StopSignal(asked) as late:
+        await asyncio.sleep(0)
+        assert late.requested
