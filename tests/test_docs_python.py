@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,3 +60,21 @@ def test_the_page_names_what_there_is() -> None:
     page = (ROOT / "docs" / "python.md").read_text()
     named = {name for name in dir(verst) if name[0].isupper() or name in ("train", "stream", "events", "with_rewards")}
     assert {name for name in named - {"Event", "TYPE_CHECKING", "Any"} if f"verst.{name}" not in page} == set()
+
+
+def test_the_notebook_runs_and_its_reward_rises(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    monkeypatch.delitem(sys.modules, "quickstart_rewards", raising=False)
+    notebook = json.loads((ROOT / "notebooks" / "quickstart.ipynb").read_text())
+    assert notebook["nbformat"] == 4
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["outputs"] for cell in code] == [[]] * len(code)  # nobody's machine is in it
+    names = run_cells(["".join(cell["source"]) for cell in code])
+    rewards = names["rewards"]
+    assert len(rewards) == 12
+    assert sum(rewards[-3:]) > sum(rewards[:3])
+    before, after = (names["pictures"][when] for when in ("before", "after"))
+    assert sum(float(s.media[..., 0].float().mean()) for s in after) > sum(
+        float(s.media[..., 0].float().mean()) for s in before
+    )
+    names["plt"].close("all")
