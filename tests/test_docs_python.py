@@ -72,7 +72,7 @@ def test_the_notebook_runs_and_its_reward_rises(folder: Path, monkeypatch: pytes
     names = run_cells(["".join(cell["source"]) for cell in code])
     rewards = names["rewards"]
     assert len(rewards) == 12
-    assert sum(rewards[-3:]) > sum(rewards[:3])
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.03
     before, after = (names["pictures"][when] for when in ("before", "after"))
     assert sum(float(s.media[..., 0].float().mean()) for s in after) > sum(
         float(s.media[..., 0].float().mean()) for s in before
