@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -211,27 +212,47 @@ async def test_what_ends_a_run_is_raised_from_its_stream(tmp_path: Path) -> None
         [event async for event in verst.stream(unmet)]
 
 
+PROGRAM = """
+import asyncio, sys
+import run_rewards, verst
+
+async def main():
+    recipe = verst.Recipe.load(sys.argv[1], "run.iterations=1")
+    events = [event async for event in verst.stream(recipe, rewards={"trend": run_rewards.bright})]
+    print(*(f"{type(event).__name__}-{event.iteration}" for event in events))
+    print(events[-1].result.complete, events[-1].result.folder, events[3].metrics["reward/trend/mean"])
+
+asyncio.run(main())
+"""
+
+
 @pytest.mark.ray
-@pytest.mark.usefixtures("beside_the_rewards")
-@on_a_loop
-async def test_an_rl_run_beside_an_event_loop_with_a_reward_of_ones_own(tmp_path: Path) -> None:
-    recipe = recipe_with(tmp_path, "run.iterations=1")
-    rewards = {"trend": run_rewards.bright}
-    events = [event async for event in verst.stream(recipe, rewards=rewards)]
-    assert kinds(events) == [
-        ("HeldOutSampled", 0),
-        ("IterationDone", 0),
-        ("HeldOutSampled", 1),
-        ("IterationDone", 1),
-        ("CheckpointSaved", 1),
-        ("RunEnded", 1),
+def test_an_rl_run_beside_an_event_loop_with_a_reward_of_ones_own(tmp_path: Path) -> None:
+    # In a process of its own: Ray forks, and a process that has run a thousand tests has threads.
+    (tmp_path / "program.py").write_text(PROGRAM)
+    tests = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "program.py", write_recipe(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tests,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([tests, *sys.path])},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told, result = done.stdout.strip().splitlines()[-2:]
+    assert told.split() == [
+        "HeldOutSampled-0",
+        "IterationDone-0",
+        "HeldOutSampled-1",
+        "IterationDone-1",
+        "CheckpointSaved-1",
+        "RunEnded-1",
     ]
-    (ended, row) = (events[-1], events[3])
-    assert isinstance(ended, verst.RunEnded)
-    assert isinstance(row, verst.IterationDone)
-    assert ended.result.complete
-    assert 0 < row.metrics["reward/trend/mean"] < 1
-    assert 'path = "run_rewards:bright"' in (ended.result.folder / "recipe.toml").read_text()
+    complete, folder, reward = result.split()
+    assert complete == "True"
+    assert 0 < float(reward) < 1
+    assert 'path = "run_rewards:bright"' in (tmp_path / folder / "recipe.toml").read_text()
 
 
 # ------------------------------------------------------------------------------------------------- engine and trainer
