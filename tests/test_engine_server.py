@@ -23,7 +23,7 @@ from verst.engine.client import EngineClient
 from verst.engine.server import EngineServer
 from verst.engine.wire import decode_response, to_microgroup
 from verst.engine.worker import Worker
-from verst.errors import ConfigError, EchoError, EngineError, RequestError, SyncError
+from verst.errors import ConfigError, EchoError, EngineError, ModelError, RequestError, SyncError
 from verst.families.tiny import build_tiny
 from verst.web.guard import new_token
 from verst.web.terms import Terms
@@ -162,8 +162,13 @@ def test_health_while_loading_and_after_a_failed_load(tmp_path: Path) -> None:
 
 
 def test_serving_a_folder_that_cannot_be_loaded_ends(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"the engine ended: .*model_index\.json does not exist"):
+    with pytest.raises(ModelError, match=r"model_index\.json does not exist"):
         EngineServer(tmp_path / "nothing").serve_forever()
+    broken = build_tiny("sd3", tmp_path / "broken")
+    for weights in (broken / "transformer").glob("*.safetensors"):
+        weights.unlink()
+    with pytest.raises(EngineError, match=r"the engine ended: "):
+        EngineServer(broken).serve_forever()
 
 
 def transformer_of(folder: Path) -> dict[str, torch.Tensor]:  # noqa: F811
