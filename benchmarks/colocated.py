@@ -294,7 +294,7 @@ def main() -> None:
     results: dict[str, Any] = {"machine": machine(device), "goal_ratio": GOAL, "settings": {}}
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
-        with started(_write_model, folder, arguments.small, arguments.device) as pipe:
+        with started(send_model, folder, arguments.small, arguments.device) as pipe:
             pipe.recv()
         make = functools.partial(recipe_for, folder, small=arguments.small, device=device)
         recorded = record(make(Setting()), arguments.device)
@@ -318,7 +318,8 @@ def reached(settings: dict[str, Any]) -> bool | None:
     return min(known) <= GOAL if known else None
 
 
-def _write_model(pipe: Connection, folder: Path, small: bool, device: str) -> None:
+def send_model(pipe: Connection, folder: Path, small: bool, device: str) -> None:
+    """`write_model` in a process of its own, whose memory is gone afterwards."""
     write_model(folder, small=small, device=torch.device(device))
     pipe.send(None)
 

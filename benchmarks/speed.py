@@ -19,8 +19,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,8 +27,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
-from colocated import write_model
+from colocated import send_model, started
 from real_size import CEILING, machine, peak_gib
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -275,19 +273,6 @@ def peer(pipe: Connection, folder: Path, small: bool, device_name: str, repeats:
     pipe.send(found)
 
 
-@contextmanager
-def started(target: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
-    context = mp.get_context("spawn")
-    ours_end, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, *arguments))
-    process.start()
-    theirs.close()
-    try:
-        yield ours_end
-    finally:
-        process.join(120)
-
-
 def everything_from(pipe: Connection) -> dict[str, Any]:
     """What a process has sent until it ended; raises EOFError where that is nothing."""
     found: dict[str, Any] = pipe.recv()
@@ -329,7 +314,7 @@ def main() -> None:
     rows = results["settings"]
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
-        with started(_write, folder, options.small, options.device) as pipe:
+        with started(send_model, folder, options.small, options.device) as pipe:
             pipe.recv()
         for name in options.only:
             setting = SETTINGS[name]
@@ -342,11 +327,6 @@ def main() -> None:
             print(f"{name:18} {time.perf_counter() - start:5.0f} s  {json.dumps(rows[name])}", flush=True)
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def _write(pipe: Connection, folder: Path, small: bool, device: str) -> None:
-    write_model(folder, small=small, device=torch.device(device))
-    pipe.send(None)
 
 
 if __name__ == "__main__":
