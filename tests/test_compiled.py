@@ -14,6 +14,7 @@ from verst.errors import ConfigError
 from verst.families.compiled import compile_blocks
 from verst.flow.guidance import in_two_passes
 from verst.loops.matrix import run_recipe, tiny_recipe
+from verst.trainer.recompute import recompute_blocks
 from verst.types import Conditioning, Geometry
 
 
@@ -57,7 +58,8 @@ def test_an_engines_block_asks_for_gradients_and_keeps_nothing() -> None:
     assert not summed.requires_grad
 
 
-def test_compiled_gradients_are_the_eager_ones() -> None:
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_compiled_gradients_are_the_eager_ones(recomputed: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block())
     x = torch.randn(3, 4)
@@ -65,6 +67,8 @@ def test_compiled_gradients_are_the_eager_ones() -> None:
     (expected,) = [model[0].linear.weight.grad]
     model.zero_grad()
     compile_blocks(model, ["Block"], backend="aot_eager")
+    if recomputed:
+        assert recompute_blocks(model, ["Block"], every=1) == ["0"]
     model[0](x, 0.5)[0].square().sum().backward()
     assert torch.allclose(model[0].linear.weight.grad, expected, rtol=1e-6)
 

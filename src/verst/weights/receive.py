@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from verst.errors import ConfigError, SyncError
-from verst.weights.digest import Digester, Ledger, kind_of
+from verst.weights.digest import Digester, Ledger, has_kernel, kind_of
 from verst.weights.fill import Filler
 from verst.weights.lora import LoraSpec, attach_lora, detach_lora, is_lora_parameter, lora_spec_of
 from verst.weights.manifest import Certificate, Manifest, TensorEntry
@@ -26,7 +26,8 @@ class _Targets:
         self._ledger = Ledger((e["name"], e["dtype"], e["shape"]) for entries in layout for e in entries)
         self._digester = Digester(places)
         self._sha256 = Digester(places, "sha256")
-        self._was_read_back = False
+        # Without the kernel a filler reads the places every time.
+        self._was_read_back = not any(has_kernel(place.device) for place in places.values())
 
     def fill(self, bucket: int, tensors: Mapping[str, Tensor]) -> Tensor:
         """The digests of the bucket's tensors as written; tensors in the layout's order."""
