@@ -294,7 +294,9 @@ async def test_what_clients_do_not_take_is_not_fetched() -> None:
         assert seen["verst_router_relayed_bytes_total"] <= engine.num_sent
         for client in clients:
             client.close()
-        await until(lambda: s.router.pool.members[s.urls[0]].in_flight == 0)
+        member = s.router.pool.members[s.urls[0]]
+        await until(lambda: member.in_flight == 0)
+        assert member.num_served == 0
         assert (await counts(s))["verst_router_in_hand_bytes"] == 0
 
 

@@ -112,6 +112,22 @@ def test_failures_put_an_engine_aside_and_good_looks_bring_it_back() -> None:
     assert (one.state, one.num_quarantines) == ("quarantined", 2)
 
 
+def test_requests_without_an_outcome_are_no_proof_of_health() -> None:
+    """Clients that give up, and refusals: else an engine that hangs would stay for as long as somebody asks it."""
+    pool, (one,) = pool_of(4, failures=3)
+    for _ in range(3):
+        pool.put_back(_taken(pool, "e0"), HD)
+        pool.probed(one, Probe(problem="no answer"))
+    assert (one.state, one.num_served, one.in_flight) == ("quarantined", 0, 0)
+    pool, (one,) = pool_of(4, failures=2)
+    for _ in range(3):
+        _taken(pool, "e0")
+    pool.done(one, HD, problem="answers with HTTP 500")
+    pool.refused(one, HD)
+    pool.done(one, HD, problem="answers with HTTP 500")
+    assert one.state == "quarantined"
+
+
 def test_a_removed_engine_finishes_what_it_has() -> None:
     pool, (one, two) = pool_of(None, None)
     assert chosen(pool, HD) == "e0"

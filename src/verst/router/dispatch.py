@@ -79,7 +79,7 @@ class Dispatcher:
         self.changed()
 
     def put_back(self, member: Member, shape: Shape) -> None:
-        """The request has not begun there."""
+        """See Pool.put_back."""
         self._pool.put_back(member, shape)
         self.changed()
 

@@ -130,16 +130,12 @@ class Pool:
 
     def done(self, member: Member, shape: Shape, *, problem: str | None = None, at_once: bool = False) -> None:
         """The request is there no more. problem: what the engine did wrong; at_once: it is in no state to serve others."""
-        member.in_flight -= 1
-        member.shapes[shape] -= 1
-        if not member.shapes[shape]:
-            del member.shapes[shape]
         if problem is None:
             member.num_served += 1
             member.num_failed = 0
         else:
             self._failed(member, problem, at_once=at_once)
-        self._let_go(member)
+        self.put_back(member, shape)
 
     def refused(self, member: Member, shape: Shape) -> None:
         """The engine has no room for the request. It gets no more than it has until the next good probe."""
@@ -147,9 +143,13 @@ class Pool:
         member.room = member.in_flight
 
     def put_back(self, member: Member, shape: Shape) -> None:
-        """The request has not begun there, and that is nobody's fault."""
-        self.done(member, shape)
-        member.num_served -= 1
+        """The request is there no more, and says nothing of the engine: it has not begun, its client went away, or its time
+        was up."""
+        member.in_flight -= 1
+        member.shapes[shape] -= 1
+        if not member.shapes[shape]:
+            del member.shapes[shape]
+        self._let_go(member)
 
     def probed(self, member: Member, probe: Probe) -> None:
         """Take over what a probe has found."""

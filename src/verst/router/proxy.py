@@ -108,7 +108,12 @@ class Proxy:
                     self._dispatcher.refused(member, ask.shape)
                 return again
             kept = True
-            return Relay(answer, metrics=self._metrics, ended=lambda problem: self._ended(member, ask, answer, problem))
+            return Relay(
+                answer,
+                metrics=self._metrics,
+                ended=lambda problem: self._ended(member, ask, answer, problem),
+                left=lambda: self._dispatcher.put_back(member, ask.shape),
+            )
         except TimeoutError:
             raise TimedOut(f"{member.url} did not begin to answer in the time that the request had") from None
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:

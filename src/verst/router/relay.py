@@ -18,20 +18,29 @@ _log = logging.getLogger(__name__)
 class Relay:
     """An ASGI answer. At most one piece, as it came from the socket, is in hand at a time."""
 
-    def __init__(self, answer: httpx.Response, *, metrics: Metrics, ended: Callable[[str | None], None]) -> None:
-        """answer: of which no body is read yet. ended: called once, with what the engine did wrong."""
-        self._answer, self._metrics, self._ended = answer, metrics, ended
+    def __init__(
+        self,
+        answer: httpx.Response,
+        *,
+        metrics: Metrics,
+        ended: Callable[[str | None], None],
+        left: Callable[[], None],
+    ) -> None:
+        """answer: of which no body is read yet. One of these is called, once: ended, with what the engine did wrong, or
+        left, where the client went away."""
+        self._answer, self._metrics, self._ended, self._left = answer, metrics, ended, left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         passing = asyncio.ensure_future(self._pass_on(send))
         gone = asyncio.ensure_future(disconnected(receive))
-        problem = None
+        problem, whole = None, False
         try:
             await asyncio.wait({passing, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not passing.done():
                 self._metrics.cancelled.inc()
                 return
             passing.result()
+            whole = True
         except httpx.TransportError as error:
             problem = f"broke off in the middle of an answer: {explain(error)}"
             _log.warning("%s %s", self._answer.url, problem)
@@ -40,7 +49,10 @@ class Relay:
             passing.cancel()
             gone.cancel()
             await asyncio.wait({passing})
-            self._ended(problem)
+            if whole or problem is not None:
+                self._ended(problem)
+            else:
+                self._left()
             await self._answer.aclose()
 
     async def _pass_on(self, send: Send) -> None:
