@@ -45,6 +45,8 @@ class FakeEngine:
         self.updates: list[tuple[str, dict[str, Any]]] = []
         self.update_status = 200
         self.certificate: dict[str, Any] = {"digest": "d"}
+        self.says: Any = None
+        """In the place of what it answers to what all engines are asked."""
         posts = {
             "/rollout/generate": self.generate,
             "/rollout/check_prompts": self.check,
@@ -95,18 +97,19 @@ class FakeEngine:
         if self.update_status != 200:
             return JSONResponse({"detail": "no such tensor"}, self.update_status)
         self.version = body["version"]
-        return JSONResponse({"success": True, "weight_version": self.version, "certificate": self.certificate})
+        report = {"success": True, "weight_version": self.version, "certificate": self.certificate}
+        return JSONResponse(self.says or report)
 
     async def release(self, request: Request) -> Response:
         self.asleep = True
-        return JSONResponse({"success": True})
+        return JSONResponse(self.says or {"success": True})
 
     async def resume(self, request: Request) -> Response:
         self.asleep = False
         return JSONResponse({"success": True})
 
     async def checksum(self, request: Request) -> Response:
-        return JSONResponse({"transformer": f"sum of {self.version}"})
+        return JSONResponse(self.says or {"transformer": f"sum of {self.version}"})
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok" if self.healthy else "failed"}, 200 if self.healthy else 503)

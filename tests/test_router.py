@@ -444,6 +444,32 @@ async def test_engines_that_took_different_weights_are_not_called_equal() -> Non
 
 
 @on_a_loop
+async def test_an_engine_that_answers_an_update_with_no_record_did_not_take_it() -> None:
+    one, two = FakeEngine(4), FakeEngine(4)
+    two.says = ["done"]
+    async with scene(one, two) as s:
+        for path in ("/update_weights_from_manifest", "/release_memory_occupation", "/get_weights_checksum"):
+            failed = await s.http.post(path, json=MANIFEST)
+            assert failed.status_code == 502
+            assert f"1 of 2 engines did not: {s.urls[1]}: answered what is no JSON record" in failed.json()["detail"]
+
+
+@on_a_loop
+async def test_what_the_model_is_is_asked_of_the_next_engine_where_one_is_gone() -> None:
+    one, two = FakeEngine(), FakeEngine()
+    async with scene(probe_s=60.0) as s:
+        async with serving(one.app) as gone:
+            await s.http.post("/engines", json={"url": gone})
+            await until(lambda: s.router.pool.members[gone].state == "ready")
+        lost = await s.http.get("/model_info")
+        assert (lost.status_code, gone in lost.json()["detail"]) == (503, True)
+        async with serving(two.app) as url:
+            await s.http.post("/engines", json={"url": url})
+            await until(lambda: s.router.pool.members[url].state == "ready")
+            assert (await s.http.get("/model_info")).json() == {"model_type": "diffusion"}
+
+
+@on_a_loop
 async def test_memory_is_released_and_taken_back_everywhere() -> None:
     one, two = FakeEngine(), FakeEngine()
     async with scene(one, two) as s:

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import httpx
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -124,7 +125,7 @@ class Router:
         return JSONResponse([_row(member) for member in self.pool.members.values()])
 
     async def health(self, request: Request) -> Response:
-        serving = [m.url for m in self.pool.members.values() if m.state in ("ready", "asleep")]
+        serving = [member.url for member in self.pool.in_service]
         if serving:
             return JSONResponse({"status": "ok", "engines": serving})
         return JSONResponse({"status": "no engine", "detail": self.pool.why_none_serves()}, 503)
@@ -149,11 +150,15 @@ class Router:
 
     async def model_info(self, request: Request) -> Response:
         """Of the first engine in service that says it."""
-        for member in list(self.pool.members.values()):
-            if member.state in ("ready", "asleep"):
+        problem = self.pool.why_none_serves()
+        for member in self.pool.in_service:
+            try:
                 response = await self._http.get(f"{member.url}/model_info", timeout=10.0)
-                return Response(response.content, response.status_code, media_type="application/json")
-        raise EngineError(f"no engine is in service: {self.pool.why_none_serves()}")
+            except httpx.TransportError as error:
+                problem = f"{member.url}: {upstream.explain(error)}"
+                continue
+            return Response(response.content, response.status_code, media_type="application/json")
+        raise EngineError(f"no engine is in service: {problem}")
 
     async def counts(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type=None, headers={"content-type": CONTENT_TYPE})

@@ -36,7 +36,7 @@ class _Reply:
     status: int
     """HTTP; 0 = there was no answer."""
     said: Any
-    """Its JSON, or the reason."""
+    """Its JSON record, or the reason."""
 
     @property
     def good(self) -> bool:
@@ -101,9 +101,9 @@ class Broadcaster:
         if not response.is_success:
             return _Reply(member=member, status=response.status_code, said=message_of(response))
         try:
-            return _Reply(member=member, status=response.status_code, said=response.json())
-        except ValueError:
-            return _Reply(member=member, status=0, said="answered what is no JSON")
+            return _Reply(member=member, status=response.status_code, said=record_of(response.content))
+        except RequestError:
+            return _Reply(member=member, status=0, said="answered what is no JSON record")
 
     def _report(self, path: str, replies: Sequence[_Reply], known: dict[Member, int | None]) -> dict[str, Any]:
         bad = [reply for reply in replies if not reply.good]
@@ -131,12 +131,12 @@ class Broadcaster:
 
 
 def _version(reply: _Reply) -> int | None:
-    version = reply.said.get("weight_version") if reply.good and isinstance(reply.said, dict) else None
+    version = reply.said.get("weight_version") if reply.good else None
     return version if isinstance(version, int) else None
 
 
 def _compared(path: str, said: Any) -> Any:
     """What must be the same everywhere."""
-    if path in UPDATES and isinstance(said, dict):
+    if path in UPDATES:
         return {name: said.get(name) for name in ("weight_version", "certificate")}
     return said if path in QUESTIONS else None

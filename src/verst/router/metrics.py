@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from verst.router.pool import Pool
+from verst.router.pool import Pool, State
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_STATES = ("starting", "ready", "asleep", "quarantined", "draining")
 _SECONDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
@@ -59,7 +59,7 @@ class _OfPool(Collector):
         quarantines = GaugeMetricFamily("verst_router_engine_quarantines", "Times it was put aside", labels=["engine"])
         version = GaugeMetricFamily("verst_router_engine_weight_version", "That it holds", labels=["engine"])
         for member in pool.members.values():
-            for name in _STATES:
+            for name in get_args(State):
                 state.add_metric([member.url, name], float(member.state == name))
             in_flight.add_metric([member.url], member.in_flight)
             served.add_metric([member.url], member.num_served)

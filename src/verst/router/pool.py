@@ -174,7 +174,7 @@ class Pool:
 
     def begin_update(self) -> list[Member]:
         """Those that take part in an update; none of them gets a request until `end_update`."""
-        members = [member for member in self.members.values() if member.state in ("ready", "asleep")]
+        members = self.in_service
         for member in members:
             member.updating = True
         return members
@@ -216,6 +216,11 @@ class Pool:
         """The state of each engine that is not in service."""
         lines = [f"{m.url} is {m.state} ({m.reason})" for m in self.members.values() if m.state != "ready"]
         return "; ".join(lines) or "there are no engines: add one with POST /engines"
+
+    @property
+    def in_service(self) -> list[Member]:
+        """Those that are up, whether they make samples now or have given up their memory."""
+        return [member for member in self.members.values() if member.state in ("ready", "asleep")]
 
     @property
     def has_room(self) -> bool:

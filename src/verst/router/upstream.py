@@ -113,10 +113,9 @@ def _unwell(health: httpx.Response) -> Probe:
 
 def _record(response: httpx.Response) -> dict[str, Any]:
     try:
-        said = response.json()
-    except ValueError:
+        return record_of(response.content)
+    except RequestError:
         return {}
-    return said if isinstance(said, dict) else {}
 
 
 def _whole(value: object) -> int | None:
