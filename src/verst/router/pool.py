@@ -79,7 +79,8 @@ class Policy:
     slack: int = 2
     """Requests that an engine may get, for their shape's sake, beyond what another one has."""
     failures: int = 3
-    """Failures in a row that put an engine into quarantine; a refused connection does so at once."""
+    """Failures in a row that put an engine into quarantine; a connection that is refused or lost before the
+    answer begins does so at once."""
     good_probes: int = 2
     """Probes in a row that bring it back."""
 
