@@ -315,10 +315,10 @@ def test_a_rank_that_fails_ends_the_engine_with_its_reason(outcome: AssertionErr
 
     lead = Actor(start=Answers("http://127.0.0.1:1"), open=Answers(("127.0.0.1", 7)))
     follower = Actor(start=Answers(None), follow=Answers(outcome))
-    ended: list[Any] = []
+    ended: list[str] = []
 
     async def live() -> str:
-        engine = EngineProcesses(lead, [follower], lost=lambda *said: ended.append(said))
+        engine = EngineProcesses(lead, [follower], lost=ended.append)
         url = await engine.start(1.0, None)
         for _ in range(10):
             await asyncio.sleep(0)
@@ -326,7 +326,7 @@ def test_a_rank_that_fails_ends_the_engine_with_its_reason(outcome: AssertionErr
         return url
 
     assert asyncio.run(live()) == "http://127.0.0.1:1"
-    assert ended == ([(lead, str(outcome))] if outcome else [])
+    assert ended == ([str(outcome)] if outcome else [])
 
 
 @pytest.mark.parametrize("failing", ["engine", "engine rank 1"])
@@ -336,7 +336,7 @@ def test_a_rank_that_cannot_start_is_the_engines_failure(failing: str) -> None:
     reason = EngineError("no room for the model")
     starts = {"engine": Answers("http://127.0.0.1:1"), "engine rank 1": Answers(None), failing: Answers(reason)}
     lead = Actor(start=starts["engine"], open=Answers(("127.0.0.1", 7)))
-    engine = EngineProcesses(lead, [Actor(start=starts["engine rank 1"])], lost=lambda *said: None)
+    engine = EngineProcesses(lead, [Actor(start=starts["engine rank 1"])], lost=lambda reason: None)
     with pytest.raises(EngineError, match="no room for the model"):
         asyncio.run(engine.start(1.0, None))
 

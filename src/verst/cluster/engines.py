@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 class EngineProcesses:
     """The ranks of one engine, as actors. It lives as long as all of them do."""
 
-    def __init__(self, lead: Any, followers: Sequence[Any], *, lost: Callable[[Any, str], None]) -> None:
-        """lost: called with the first rank and the reason when one that follows has failed; it ends the engine."""
+    def __init__(self, lead: Any, followers: Sequence[Any], *, lost: Callable[[str], None]) -> None:
+        """lost: called with the reason when a rank that follows has failed; it ends the engine."""
         self.actors = [lead, *followers]
         self._lead, self._followers, self._lost = lead, list(followers), lost
         self._watch: asyncio.Task[list[Any]] | None = None
@@ -50,7 +50,7 @@ class EngineProcesses:
             return
         # Rank 0 may wait for the lost one in the middle of a forward, and a GPU waits long.
         _log.error("a rank of an engine ended", exc_info=watch.exception())
-        self._lost(self._lead, str(watch.exception()))
+        self._lost(str(watch.exception()))
 
     async def close(self) -> None:
         if self._watch is not None:
@@ -93,7 +93,7 @@ class EngineFleet:
                 spawn(name, EngineRankActor, "engine", recipe, rank=rank, device=device, place=first + rank)
                 for rank, name in enumerate(others, start=1)
             ],
-            lost=lambda _, reason: self._lose(index, reason),
+            lost=lambda reason: self._lose(index, reason),
         )
 
     def names(self, index: int) -> list[str]:

@@ -68,9 +68,6 @@ class Processes:
             by_role.setdefault(role, []).append(facts.pid)
         return by_role
 
-    def host(self, name: str) -> str:
-        return self._facts[name].host
-
     def end(self, name: str) -> None:
         """For good, even where it is stopped and hears nothing. Twice is no fault."""
         ray.kill(self._actors[name])

@@ -126,8 +126,8 @@ class Supervisor:
             raise ProcessDied(self._diagnosis(fault, reason, cause, len(recent)))
         self._restarts[fault.kind] = self._restarts.get(fault.kind, 0) + 1
 
-    def restarted(self, process: str, *, seconds: float, **more: str | int | float) -> None:
-        self._on_event("restart", {"process": process, "seconds": seconds, **more})
+    def restarted(self, process: str, *, seconds: float) -> None:
+        self._on_event("restart", {"process": process, "seconds": seconds})
 
     def metrics(self) -> dict[str, float]:
         """Since this driver started; kinds that never came back are absent."""

@@ -40,6 +40,7 @@ from verst.engine.transport import Accepted, Shipment, ship
 from verst.engine.worker import Unavailable
 from verst.errors import ConfigError, EngineError, ModelError, PromptError, RequestError, SyncError, VerstError
 from verst.web.guard import Guard, Limits
+from verst.web.listen import disconnected
 from verst.web.terms import Terms
 from verst.web.timing import HEADER, Stopwatch
 from verst.weights.manifest import Manifest
@@ -74,7 +75,7 @@ class Endpoints:
         encode = functools.partial(ship, accepted=accepted, pool=self._pool)
         terms = Terms.of(request.headers)
         work = asyncio.ensure_future(self._batcher.generate(record, terms=terms, encode=encode, watch=watch))
-        gone = asyncio.ensure_future(_disconnected(request))
+        gone = asyncio.ensure_future(disconnected(request.receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -249,12 +250,6 @@ def create_app(
     handlers: dict[Any, Any] = {ValidationError: _invalid, VerstError: _failed, Exception: _crashed}
     guard = Middleware(Guard, token=token, limits=LIMITS)
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=[guard])
-
-
-async def _disconnected(request: Request) -> None:
-    """Returns when the client is gone; the body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

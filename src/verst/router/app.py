@@ -25,9 +25,9 @@ from verst.router.options import RouterOptions
 from verst.router.pool import Member, Pool
 from verst.router.prober import Prober
 from verst.router.proxy import Dropped, Proxy, TimedOut, ask_of, without_terms
-from verst.router.relay import disconnected
 from verst.router.upstream import checked_url, record_of
 from verst.web.guard import Guard, Limits
+from verst.web.listen import disconnected
 
 GENERATE = "/rollout/generate"
 CHECKS = ("/rollout/check_prompts", "/rollout/check_requests")

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from verst.router.metrics import Metrics
 from verst.router.upstream import answer_headers, explain
+from verst.web.listen import disconnected
 
 _log = logging.getLogger(__name__)
 
@@ -66,9 +67,3 @@ class Relay:
                 self._metrics.in_hand.dec(len(piece))
             self._metrics.relayed.inc(len(piece))
         await send({"type": "http.response.body", "body": b""})
-
-
-async def disconnected(receive: Receive) -> None:
-    """Returns when the client is gone; the body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

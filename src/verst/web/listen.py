@@ -1,9 +1,12 @@
-"""The socket of a service: bound and listening before anything is loaded, so that what is wrong is said at once."""
+"""The two ends of a service's connections: its socket, bound and listening before anything is loaded so that what is wrong
+is said at once, and clients that go away."""
 
 from __future__ import annotations
 
 import errno
 import socket
+
+from starlette.types import Receive
 
 from verst.errors import ConfigError
 
@@ -40,3 +43,9 @@ def listen(host: str, port: int, *, keys: str) -> socket.socket:
 def url_of(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client of a request is gone; the body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
