@@ -9,8 +9,8 @@ whose cost is Ray's. Overhead is the CPU time of the driver's process for a micr
 than seconds, but it does: each size is measured several times, in turns, and the least counts. Memory is what the process
 holds at the end of a rollout, all samples included, above what it held before.
 
-Engines take `--queue-size` requests each, on as many connections. With 64 of them a rollout of 100 microgroups fills a third of
-the places; with 16 all sizes fill them, and what differs is the number of microgroups alone.
+Engines take `--queue-size` requests each, on as many connections. With 64 of them a rollout of 100 microgroups fills two fifths
+of the places; with 16 all sizes fill them, and what differs is the number of microgroups alone.
 """
 
 from __future__ import annotations
