@@ -121,7 +121,7 @@ async def test_results_come_in_task_order_whatever_the_completion_order() -> Non
     assert [item.scores.by_reward["made_up"] for item in scored][:3] == [(0.0, 1.0), (2.0, 3.0), (10.0, 11.0)]
     assert all(item.microgroup.samples[0].key == item.task.keys[0] for item in scored)
     assert sorted(stages.scored) == PLACES
-    assert set(seconds.stages) == {"generate", "deserialize", "reward"}
+    assert 0.0 <= seconds.last_generated <= seconds.total
 
 
 @on_a_loop

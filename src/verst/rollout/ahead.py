@@ -196,10 +196,11 @@ class Ahead:
             begun = self._add(entry["number"])
             begun.end = Standing(position=entry["end"], kept=kept if entry is ahead[-1] else ())
             begun.generated.set_result(None)
+            seconds = entry["seconds"]
             rollout = Rollout(
                 sampled=await groups(_folder(begun.number)),
                 dropped_by=tuple(entry["dropped_by"]),
-                seconds=StageSeconds(**entry["seconds"]),
+                seconds=StageSeconds(total=seconds["total"], last_generated=seconds["last_generated"]),
                 metrics=entry["metrics"],
             )
             begun.task = asyncio.create_task(_as_it_is(rollout), name=f"rollout {begun.number}")

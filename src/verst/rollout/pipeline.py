@@ -31,12 +31,11 @@ Score = Callable[[MicrogroupTask, Microgroup], Awaitable[Scores]]
 
 @dataclass(frozen=True, kw_only=True)
 class StageSeconds:
-    """Wall seconds of a rollout, and the sum of each stage over its microgroups (stages overlap)."""
+    """Wall seconds of a rollout."""
 
     total: float
     last_generated: float
     """From the start to the last engine answer; what follows is parsing and scoring alone."""
-    stages: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,31 +90,26 @@ class Pipeline:
             if not task.is_heldout:
                 with spans.of(**_name(task)):
                     self._spans.add("group_wait", start_s=scored_s, end_s=ended_s)
-        seconds = StageSeconds(
-            total=ended_s - times.started_s, last_generated=times.generated_s - times.started_s, stages=times.stages
-        )
+        seconds = StageSeconds(total=ended_s - times.started_s, last_generated=times.generated_s - times.started_s)
         return [job.result() for job in jobs], seconds
 
     async def _microgroup(
         self, task: MicrogroupTask, times: _Times, weight_version: int, on_generated: Callable[[], None]
     ) -> ScoredMicrogroup:
         with spans.of(**_name(task)):
-            answer = await self._timed("generate", times, self._generate(task))
+            answer = await self._timed("generate", self._generate(task))
             times.generated_s = time.monotonic()
             on_generated()
-            microgroup = await self._timed("deserialize", times, self._parse(answer, task.keys))
+            microgroup = await self._timed("deserialize", self._parse(answer, task.keys))
             self._check(task, microgroup, weight_version)
-            scores = await self._timed("reward", times, self._score(task, microgroup))
+            scores = await self._timed("reward", self._score(task, microgroup))
         times.scored.append((task, time.monotonic()))
         kept = answer if self._keep_answers else None
         return ScoredMicrogroup(task=task, microgroup=microgroup, scores=scores, answer=kept)
 
-    async def _timed(self, stage: str, times: _Times, work: Awaitable[T]) -> T:
-        start_s = time.monotonic()
+    async def _timed(self, stage: str, work: Awaitable[T]) -> T:
         with self._spans.span(stage):
-            result = await work
-        times.stages[stage] = times.stages.get(stage, 0.0) + time.monotonic() - start_s
-        return result
+            return await work
 
 
 @dataclass(kw_only=True)
@@ -125,7 +119,6 @@ class _Times:
     started_s: float
     generated_s: float = 0.0
     """When the last engine answer was there."""
-    stages: dict[str, float] = field(default_factory=dict)
     scored: list[tuple[MicrogroupTask, float]] = field(default_factory=list)
 
 

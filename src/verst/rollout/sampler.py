@@ -206,16 +206,13 @@ class _Clock:
     def __init__(self) -> None:
         self._started = time.perf_counter()
         self._generated = 0.0
-        self._stages: dict[str, float] = {}
 
     def add(self, seconds: StageSeconds, *, begun: float) -> None:
         """begun: `now()` when the group was begun."""
         self._generated = max(self._generated, begun + seconds.last_generated)
-        for name, value in seconds.stages.items():
-            self._stages[name] = self._stages.get(name, 0.0) + value
 
     def now(self) -> float:
         return time.perf_counter() - self._started
 
     def total(self) -> StageSeconds:
-        return StageSeconds(total=self.now(), last_generated=self._generated, stages=self._stages)
+        return StageSeconds(total=self.now(), last_generated=self._generated)
