@@ -10,8 +10,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,28 +48,13 @@ class EventLog:
         self._size = path.stat().st_size
         self._flushed_s = time.monotonic()
 
-    def now(self) -> float:
-        """Unix seconds on the log's clock."""
-        return now()
-
     def event(self, name: str, **attributes: Attribute) -> None:
         """Something that happened now."""
-        self._write({"time_s": self.now(), "name": name, **attributes})
+        self._write({"time_s": now(), "name": name, **attributes})
 
     def add_span(self, name: str, *, start_s: float, end_s: float, **attributes: Attribute) -> None:
         """Something that took time; both ends from `now()`."""
         self._write({"time_s": start_s, "name": name, "duration_s": round(end_s - start_s, 6), **attributes})
-
-    @contextmanager
-    def span(self, name: str, **attributes: Attribute) -> Iterator[None]:
-        """Measures its body; an exception is recorded by its type and goes on."""
-        start_s = self.now()
-        try:
-            yield
-        except BaseException as error:
-            self.add_span(name, start_s=start_s, end_s=self.now(), **attributes, error=type(error).__name__)
-            raise
-        self.add_span(name, start_s=start_s, end_s=self.now(), **attributes)
 
     def flush(self) -> None:
         """What was written is on its way to the disk."""

@@ -21,7 +21,7 @@ from verst.obs.stage_times import StageTimes
 ENGINE, PARSER, TRAINER, DRIVER = "engine", "parser", "trainer", "driver"
 """Kinds of lanes; those of a reward's workers are `reward/<name>`."""
 HELDOUT = -1
-"""Number of the rollout that an evaluation's microgroups name."""
+"""Number that stands for a rollout in the keys and the spans of held-out samples."""
 FILE = "spans.jsonl"
 """In a run's folder `events`."""
 STARTED = "started"

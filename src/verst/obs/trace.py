@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verst.obs.spans import DRIVER, ENGINE, PARSER, TRAINER, Span
+from verst.obs.spans import DRIVER, ENGINE, HELDOUT, PARSER, TRAINER, Span
 
 Event = dict[str, Any]
 Track = tuple[str, str]
@@ -192,7 +192,7 @@ def _engine(span: Span) -> str:
 
 def _title(span: Span) -> str:
     """Rollout, group and first sample of a microgroup, as people write them."""
-    rollout = "evaluation" if span.rollout == -1 else span.rollout
+    rollout = "evaluation" if span.rollout == HELDOUT else span.rollout
     return f"{rollout}:{span.group}.{span.index}"
 
 

@@ -11,12 +11,10 @@ from verst.config.recipe import RlRecipe
 from verst.engine.wire import GenerateRequest
 from verst.flow import strategies
 from verst.flow.noise import derive_seed
+from verst.obs.spans import HELDOUT
 from verst.rollout.columns import Overrides
 from verst.rollout.prompts import Prompt, PromptSource
 from verst.types import SampleKey
-
-HELDOUT_ROLLOUT = -1
-"""Number that stands for a rollout in the keys of held-out samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +45,7 @@ class MicrogroupTask:
     @property
     def is_heldout(self) -> bool:
         """An evaluation's: its samples belong to no group."""
-        return self.rollout == HELDOUT_ROLLOUT
+        return self.rollout == HELDOUT
 
 
 STRATEGIES: dict[type[s.Section], Callable[..., strategies.StepDraw]] = {
@@ -156,7 +154,7 @@ def plan_evaluation(recipe: RlRecipe, prompts: Sequence[Prompt]) -> list[Microgr
             derive_seed(recipe.eval.seed if seed is None else seed, "eval", i)
             for i, seed in zip(positions, own, strict=True)
         ]
-        keys = tuple(SampleKey(rollout=HELDOUT_ROLLOUT, group=i, index=0) for i in positions)
+        keys = tuple(SampleKey(rollout=HELDOUT, group=i, index=0) for i in positions)
         texts = tuple(prompt.text for prompt in batch)
         sampling = row_sampling(recipe, batch[0])
         request = GenerateRequest(
