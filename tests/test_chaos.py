@@ -15,7 +15,7 @@ import pytest
 import torch
 from run_fixtures import final_tensors, metric_rows, write_recipe
 
-from verst.errors import ConfigError
+from verst.errors import CheckpointError, ConfigError
 from verst.loops.chaos import KINDS, chaos, schedule
 from verst.loops.ledger import Ledger, ledger_faults, read_ledger
 
@@ -85,6 +85,10 @@ def test_a_ledger_forgets_what_is_made_again(tmp_path: Path) -> None:
     ledger.append(row(2))
     ledger.close()
     assert read_ledger(path) == [row(1), row(2)]
+    for damaged in ("hello", "[]", '{"iteration": 3}'):
+        path.write_text(json.dumps(row(1)) + f"\n{damaged}\n")
+        with pytest.raises(CheckpointError, match=r"trained\.jsonl:2 is damaged"):
+            Ledger(path).truncate_after(1)
 
 
 @pytest.mark.ray

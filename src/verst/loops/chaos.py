@@ -28,6 +28,7 @@ from verst.config.recipe import RlRecipe
 from verst.errors import ConfigError
 from verst.loops.ledger import ledger_faults, read_ledger
 from verst.loops.replay import compare_metrics, compare_tensors
+from verst.obs.events import read_events
 from verst.obs.metrics import read_metrics
 from verst.trainer import checkpoint
 
@@ -348,8 +349,6 @@ def invariants(recipe: RlRecipe, calm: Path, stormy: Path, outcome: Outcome) -> 
 
 
 def _count_events(path: Path, outcome: Outcome) -> None:
-    if not path.exists():
-        return
-    events = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    events = read_events(path)
     outcome.restarts = dict(Counter(e["process"].split(" ")[0] for e in events if e["name"] == "restart"))
     outcome.hangs = sum(e["name"] == "hang" for e in events)

@@ -12,6 +12,7 @@ from typing import IO, Any
 
 from verst.config.recipe import RlRecipe
 from verst.loops.batch import Batch, reward_weights
+from verst.obs.json_lines import read_rows
 from verst.rollout.filters import weighted_sums
 from verst.rollout.sampler import Rollout
 
@@ -65,11 +66,8 @@ class Ledger:
 
 
 def read_ledger(path: Path) -> list[dict[str, Any]]:
-    """All complete lines; none where there is no file."""
-    if not path.exists():
-        return []
-    *lines, _torn = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines]
+    """All complete lines; none where there is no file. Raises CheckpointError for a damaged one."""
+    return read_rows(path, {"iteration": int, "groups": list})
 
 
 def ledger_faults(

@@ -10,13 +10,14 @@ import json
 import os
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from verst.errors import CheckpointError
-from verst.obs.metrics import drop_torn_line
+from verst.obs.json_lines import Kind, drop_torn_line, read_rows
 
 Attribute = str | int | float | bool | None
+_KEYS: Mapping[str, Kind] = {"time_s": float | int, "name": str}
 _ANCHOR_S = time.time() - time.monotonic()
 
 
@@ -87,20 +88,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
     Raises CheckpointError, with file:line, for a line that is not one of ours.
     """
-    events = []
-    for file in (_older(path), path):
-        if not file.exists():
-            continue
-        *lines, _torn = file.read_text(encoding="utf-8").split("\n")
-        for number, line in enumerate(lines, start=1):
-            try:
-                event = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise CheckpointError(f"{file}:{number} is damaged: {error.msg}") from None
-            if not isinstance(event, dict) or not {"time_s", "name"} <= event.keys():
-                raise CheckpointError(f"{file}:{number} is damaged: no time_s or no name")
-            events.append(event)
-    return events
+    return [event for file in (_older(path), path) for event in read_rows(file, _KEYS)]
 
 
 def _older(path: Path) -> Path:

@@ -12,7 +12,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from verst.errors import CheckpointError, InvariantError
+from verst.errors import InvariantError
+from verst.obs.json_lines import drop_torn_line, read_rows
 
 ITERATION = "iteration"
 NON_FINITE = "non_finite"
@@ -72,19 +73,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Raises CheckpointError, with file:line, for a line that is not one of ours.
     """
-    if not path.exists():
-        return []
-    *lines, _torn = path.read_text(encoding="utf-8").split("\n")
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise CheckpointError(f"{path}:{number} is damaged: {error.msg}") from None
-        if not isinstance(row, dict) or not isinstance(row.get(ITERATION), int):
-            raise CheckpointError(f"{path}:{number} is damaged: no {ITERATION}")
-        rows.append(row)
-    return rows
+    return read_rows(path, {ITERATION: int})
 
 
 def series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -111,13 +100,3 @@ def _row(iteration: int, values: Mapping[str, float]) -> dict[str, Any]:
     if non_finite:
         row[NON_FINITE] = non_finite
     return row
-
-
-def drop_torn_line(path: Path) -> None:
-    """Cut off what a killed process left of its last line."""
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(path, whole)
