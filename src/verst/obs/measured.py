@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from verst.errors import ConfigError
 from verst.obs.spans import ENGINE, PARSER, TRAINER, Span
 from verst.obs.stage_times import covered_s, is_work
+
+Piece = tuple[str | None, float, float]
+"""Lane, start, end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +40,7 @@ class Measured:
 def measure(spans: Sequence[Span]) -> Measured:
     """Leaves out the first rollout where there are others: it bears what happens once. Raises ConfigError for spans of
     no rollout."""
-    rollouts = {span.rollout for span in spans if span.rollout is not None and span.rollout >= 0}
-    counted = rollouts - {min(rollouts)} if len(rollouts) > 1 else rollouts
-    of_rollouts = [span for span in spans if span.rollout in counted]
+    of_rollouts, leaves_one_out = counted(spans)
     requests = [span for span in of_rollouts if span.name == "request"]
     if not requests:
         raise ConfigError("there are no spans of a rollout in this run: was it sampled, and by this version of verst?")
@@ -49,23 +50,35 @@ def measure(spans: Sequence[Span]) -> Measured:
     for span in of_rollouts:
         if span.name == "score":
             calls[str(span.more["reward"])].append(span)
-    phases = [span for span in spans if span.iteration is not None and span.iteration > (1 if len(rollouts) > 1 else 0)]
+    phases = [span for span in spans if span.iteration is not None and span.iteration > int(leaves_one_out)]
     return Measured(
-        generate_s=_busy_s(work, ENGINE) / len(requests),
-        transfer_s=_mean(span.seconds for span in of_rollouts if span.name == "transfer"),
-        parse_s=_busy_s(work, PARSER) / len(requests),
+        generate_s=covered_by_lane(pieces(s for s in work if s.kind == ENGINE)) / len(requests),
+        transfer_s=mean(span.seconds for span in of_rollouts if span.name == "transfer"),
+        parse_s=covered_by_lane(pieces(s for s in work if s.kind == PARSER)) / len(requests),
         rewards={name: _reward_times(found, samples) for name, found in calls.items()},
-        train_s=_mean(span.seconds for span in phases if span.kind == TRAINER),
-        sync_s=_mean(span.seconds for span in phases if span.name == "sync"),
+        train_s=mean(span.seconds for span in phases if span.kind == TRAINER),
+        sync_s=mean(span.seconds for span in phases if span.name == "sync"),
     )
 
 
-def _busy_s(work: Iterable[Span], kind: str) -> float:
-    """Seconds that all lanes of a kind worked."""
-    lanes = defaultdict(list)
+def counted(spans: Sequence[Span]) -> tuple[list[Span], bool]:
+    """Those of rollouts that are looked at, and whether there is another one, the first, which is not."""
+    rollouts = {span.rollout for span in spans if span.rollout is not None and span.rollout >= 0}
+    several = len(rollouts) > 1
+    chosen = rollouts - {min(rollouts)} if several else rollouts
+    return [span for span in spans if span.rollout in chosen], several
+
+
+def pieces(work: Iterable[Span]) -> Iterator[Piece]:
     for span in work:
-        if span.kind == kind:
-            lanes[span.lane].append((span.start_s, span.end_s))
+        yield span.lane, span.start_s, span.end_s
+
+
+def covered_by_lane(work: Iterable[Piece]) -> float:
+    """Seconds in which lanes were at work, summed over lanes."""
+    lanes: dict[str | None, list[tuple[float, float]]] = defaultdict(list)
+    for lane, start_s, end_s in work:
+        lanes[lane].append((start_s, end_s))
     return sum(map(covered_s, lanes.values()))
 
 
@@ -83,6 +96,6 @@ def _reward_times(calls: Sequence[Span], samples: int) -> RewardTimes:
     return RewardTimes(call_s=0.0, sample_s=total / asked, failure_rate=failure_rate)
 
 
-def _mean(values: Iterable[float]) -> float:
+def mean(values: Iterable[float]) -> float:
     found = list(values)
     return sum(found) / len(found) if found else 0.0

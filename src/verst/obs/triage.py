@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from verst.errors import ConfigError
-from verst.obs.measured import measure
+from verst.obs.measured import Piece, counted, covered_by_lane, mean, measure, pieces
 from verst.obs.simulation import RewardStage, Run, Stages, simulate
 from verst.obs.spans import ENGINE, PARSER, TRAINER, Span
-from verst.obs.stage_times import covered_s, is_work
+from verst.obs.stage_times import is_work
 
 WORTH = 0.04
 """What saves less than this share of an iteration is not named, and a number is doubled again only where it saves more."""
-_Piece = tuple[str | None, float, float]
-"""Lane, start, end."""
 PHASES = ("wait", "advantages", "train", "drain", "sync", "evaluate", "checkpoint")
 """Of an iteration, one after the other."""
 
@@ -96,7 +94,7 @@ def triage(spans: Sequence[Span], setup: Setup) -> Triage:
     if not whole:
         raise ConfigError("there is no whole iteration among the spans of this run: wait for the end of its first one")
     iterations = [span for span in whole if span.iteration != min(s.iteration or 0 for s in whole)] or whole
-    iteration_s = _mean(span.seconds for span in iterations)
+    iteration_s = mean(span.seconds for span in iterations)
     model = _Model(spans, setup)
     phases = _phases(spans, iterations)
     uses = _uses(spans, iterations, setup, train_s=phases["train"])
@@ -106,7 +104,7 @@ def triage(spans: Sequence[Span], setup: Setup) -> Triage:
         iterations=len(iterations),
         iteration_s=iteration_s,
         modelled_s=model.step_s,
-        rollout_s=_mean(span.seconds for span in _rollouts(spans)),
+        rollout_s=mean(span.seconds for span in _rollouts(spans)),
         phases=phases,
         uses=uses,
         path=_last_microgroups(spans),
@@ -124,7 +122,7 @@ def _phases(spans: Sequence[Span], iterations: Sequence[Span]) -> dict[str, floa
         s for s in inside if s.name == "evaluate" or not any(e.start_s <= s.start_s < e.end_s for e in evaluations)
     ]
     phases = {name: sum(s.seconds for s in inside if s.name == name) / len(iterations) for name in PHASES}
-    return {**phases, "other": max(0.0, _mean(s.seconds for s in iterations) - sum(phases.values()))}
+    return {**phases, "other": max(0.0, mean(s.seconds for s in iterations) - sum(phases.values()))}
 
 
 def _uses(spans: Sequence[Span], iterations: Sequence[Span], setup: Setup, *, train_s: float) -> tuple[Use, ...]:
@@ -139,36 +137,23 @@ def _uses(spans: Sequence[Span], iterations: Sequence[Span], setup: Setup, *, tr
             by_kind[span.kind].append(span)
     uses = []
     for kind, number in numbers.items():
-        inside_s = _covered_by_lane(_within(by_kind[kind], windows))
-        rollouts_s = _covered_by_lane(_pieces(span for span in by_kind[kind] if span.rollout in complete))
+        inside_s = covered_by_lane(_within(by_kind[kind], windows))
+        rollouts_s = covered_by_lane(pieces(span for span in by_kind[kind] if span.rollout in complete))
         busy_s = train_s if kind == TRAINER else rollouts_s / max(1, len(complete)) / number
         uses.append(Use(name=kind, number=number, busy_s=busy_s, utilisation=inside_s / elapsed_s / number))
     return tuple(uses)
 
 
-def _pieces(work: Iterable[Span]) -> Iterator[_Piece]:
-    for span in work:
-        yield span.lane, span.start_s, span.end_s
-
-
-def _within(work: Iterable[Span], windows: Sequence[tuple[float, float]]) -> Iterator[_Piece]:
+def _within(work: Iterable[Span], windows: Sequence[tuple[float, float]]) -> Iterator[Piece]:
     """The parts of spans that lie in one of the windows, which are sorted and do not overlap."""
     starts = [start for start, _ in windows]
-    for lane, start_s, end_s in _pieces(work):
+    for lane, start_s, end_s in pieces(work):
         for number in range(max(0, bisect_right(starts, start_s) - 1), len(windows)):
             low, high = windows[number]
             if low >= end_s:
                 break
             if max(start_s, low) < min(end_s, high):
                 yield lane, max(start_s, low), min(end_s, high)
-
-
-def _covered_by_lane(work: Iterable[_Piece]) -> float:
-    """Seconds in which lanes were at work, summed over lanes."""
-    lanes: dict[str | None, list[tuple[float, float]]] = defaultdict(list)
-    for lane, start_s, end_s in work:
-        lanes[lane].append((start_s, end_s))
-    return sum(map(covered_s, lanes.values()))
 
 
 def _rollouts(spans: Sequence[Span]) -> list[Span]:
@@ -226,15 +211,12 @@ class _Model:
         self._run = dataclasses.replace(setup.run, pass_rate=max(sum(judged), 1) / len(judged) if judged else 1.0)
         self._num_microgroups = setup.run.num_groups * setup.run.group_size // setup.run.microgroup_size
         measured = measure(spans)
-        rollouts = {s.rollout for s in spans if s.rollout is not None and s.rollout >= 0}
-        # As `measure` does: the first bears what happens once.
-        rollouts = rollouts - {min(rollouts)} or rollouts
-        counted = [s for s in spans if s.rollout in rollouts]
-        requests = [s for s in counted if s.name == "request"]
-        work_s = _covered_by_lane(_pieces(s for s in counted if s.kind == ENGINE and is_work(s.name, s.more)))
-        self._gap_s = max(0.0, _covered_by_lane(_pieces(requests)) - work_s) / len(requests)
+        looked_at, _ = counted(spans)
+        requests = [s for s in looked_at if s.name == "request"]
+        work_s = covered_by_lane(pieces(s for s in looked_at if s.kind == ENGINE and is_work(s.name, s.more)))
+        self._gap_s = max(0.0, covered_by_lane(pieces(requests)) - work_s) / len(requests)
         """That an engine has a request and does nothing for it that it tells of, for each request."""
-        waits = [s.seconds for s in counted if s.name == "parse_wait"]
+        waits = [s.seconds for s in looked_at if s.name == "parse_wait"]
         self._stages = Stages(
             engines=setup.engines,
             generate_s=(measured.generate_s + self._gap_s,),
@@ -380,8 +362,3 @@ def _of_phases(phases: Mapping[str, float]) -> Iterator[Finding]:
         gain_s=phases["checkpoint"] / 2,
         gain=0.0,
     )
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found) if found else 0.0
