@@ -164,16 +164,16 @@ def _record(options: FakeEngineOptions, num_steps: int, kept: tuple[int, ...]) -
 
 def _serve(pipe: Connection, options: FakeEngineOptions) -> None:
     torch.set_num_threads(1)
+    asyncio.run(serve_until_told(_Engine(options).app(), pipe))
 
-    async def run() -> None:
-        config = uvicorn.Config(_Engine(options).app(), log_level="warning", port=0, timeout_keep_alive=75)
-        server = uvicorn.Server(config)
-        task = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        pipe.send(server.servers[0].sockets[0].getsockname()[1])
-        await asyncio.to_thread(pipe.recv)
-        server.should_exit = True
-        await task
 
-    asyncio.run(run())
+async def serve_until_told(app: Starlette, pipe: Connection) -> None:
+    """On a free port, which goes through the pipe; whatever comes back ends it."""
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", port=0, timeout_keep_alive=75))
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    pipe.send(server.servers[0].sockets[0].getsockname()[1])
+    await asyncio.to_thread(pipe.recv)
+    server.should_exit = True
+    await task

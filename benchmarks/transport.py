@@ -36,7 +36,7 @@ from typing import Any
 import httpx
 import safetensors.torch
 import torch
-import uvicorn
+from fake_engines import serve_until_told
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -118,19 +118,7 @@ def engine(pipe: Connection, size: str) -> None:
         response.headers["encode-s"] = str(time.perf_counter() - started)
         return response
 
-    config = uvicorn.Config(Starlette(routes=[Route("/", generate, methods=["POST"])]), log_level="warning", port=0)
-    server = uvicorn.Server(config)
-
-    async def serve() -> None:
-        task = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        pipe.send(server.servers[0].sockets[0].getsockname()[1])
-        await asyncio.to_thread(pipe.recv)
-        server.should_exit = True
-        await task
-
-    asyncio.run(serve())
+    asyncio.run(serve_until_told(Starlette(routes=[Route("/", generate, methods=["POST"])]), pipe))
 
 
 def parser(pipe: Connection) -> None:
