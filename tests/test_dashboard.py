@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import httpx
 import numpy as np
 import pytest
 from dashboard_fixtures import WrittenRun
+from loop_fixtures import on_a_loop
 
 from verst.cli.main import app
 from verst.dashboard.export import export, spread_order
@@ -40,14 +41,6 @@ def written(tmp_path: Path) -> Iterator[WrittenRun]:
         run.iterate()
     yield run
     run.close()
-
-
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*fixtures: Any, **named: Any) -> None:
-        asyncio.run(test(*fixtures, **named))
-
-    return run
 
 
 def client(run: WrittenRun, token: str | None = None) -> httpx.AsyncClient:
@@ -292,7 +285,7 @@ def test_where_there_are_too_many_lanes_are_merged_and_whole_microgroups_stay():
 # --- the server
 
 
-@in_loop
+@on_a_loop
 async def test_the_stream_tells_what_there_is_and_then_what_is_new(written, tmp_path, monkeypatch):
     monkeypatch.setattr("verst.dashboard.server._SEARCH_S", 0.0)
     stream = Runs([written.path.parent]).messages()
@@ -321,7 +314,7 @@ async def _message(stream: AsyncIterator[str]) -> tuple[str, Any]:
     return match[1], json.loads(match[2])
 
 
-@in_loop
+@on_a_loop
 async def test_spans_groups_and_samples_are_served(written):
     async with client(written) as http:
         found = (await http.get("/api/runs/0/spans", params={"from": 0, "to": 1000, "limit": 50})).json()
@@ -344,7 +337,37 @@ async def test_spans_groups_and_samples_are_served(written):
             assert (await http.get(source)).status_code == 200
 
 
-@in_loop
+@on_a_loop
+async def test_nothing_is_read_into_a_run_while_its_spans_are_looked_at(written, monkeypatch):
+    monkeypatch.setattr("verst.dashboard.server.POLL_S", 0.0)
+    order, looks, go_on = [], threading.Event(), threading.Event()
+    read, window = RunView.refresh, SpanStore.window
+
+    def said_read(view):
+        order.append("read")
+        read(view)
+
+    def slow_window(store, *wanted, **more):
+        order.append("look")
+        looks.set()
+        assert go_on.wait(60)
+        order.append("seen")
+        return window(store, *wanted, **more)
+
+    monkeypatch.setattr(RunView, "refresh", said_read)
+    monkeypatch.setattr(SpanStore, "window", slow_window)
+    async with client(written) as http:
+        both = [asyncio.create_task(http.get("/api/runs/0/spans"))]
+        assert await asyncio.to_thread(looks.wait, 60)
+        both.append(asyncio.create_task(http.get("/api/runs/0/spans")))
+        await asyncio.sleep(0.1)  # the second would read by now
+        go_on.set()
+        answers = [answer.json() for answer in await asyncio.gather(*both)]
+    assert order == ["read", "look", "seen"] * 2
+    assert [len(answer["columns"]["start"]) for answer in answers] == [answer["total"] for answer in answers]
+
+
+@on_a_loop
 async def test_nothing_but_samples_of_the_given_runs_can_be_read(written, tmp_path):
     secret = tmp_path / "secret.json"
     secret.write_text("{}")
@@ -368,7 +391,7 @@ async def test_nothing_but_samples_of_the_given_runs_can_be_read(written, tmp_pa
         assert (await http.get("/api/stream", headers={"origin": "http://evil.example"})).status_code == 403
 
 
-@in_loop
+@on_a_loop
 async def test_elsewhere_than_on_loopback_a_browser_gives_the_token_once(written):
     async with client(written, TOKEN) as http:
         assert (await http.get("/api/runs/0/spans")).status_code == 401

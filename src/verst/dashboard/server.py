@@ -57,7 +57,9 @@ class Runs:
         self._lock = asyncio.Lock()
         self._read_s = self._searched_s = float("-inf")
 
-    async def refresh(self) -> None:
+    @contextlib.asynccontextmanager
+    async def fresh(self) -> AsyncIterator[None]:
+        """Inside it `views` are up to date and stay as they are: a thread reads files into them at other times."""
         async with self._lock:
             now_s = time.monotonic()
             if now_s - self._searched_s >= _SEARCH_S:
@@ -67,6 +69,7 @@ class Runs:
                 for view in self.views:
                     await asyncio.to_thread(view.refresh)
                 self._read_s = time.monotonic()
+            yield
 
     def close(self) -> None:
         for view in self.views:
@@ -83,20 +86,28 @@ class Runs:
         seen: list[Seen] = []
         sent_s = time.monotonic()
         while not self._closing():
-            await self.refresh()
-            if len(seen) < len(self.views):
-                names = [{"number": view.number, "name": view.name} for view in self.views]
-                yield _event("runs", {"runs": names, "first": not seen})
-                seen += [Seen() for _ in self.views[len(seen) :]]
-            for view, told in zip(self.views, seen, strict=False):
-                message = view.news(told)
-                if message is not None:
-                    yield _event("run", message)
-                    sent_s = time.monotonic()
+            async with self.fresh():
+                events = self._news(seen)
+            for text in events:
+                yield text
+                sent_s = time.monotonic()
             if time.monotonic() - sent_s > _HEARTBEAT_S:
                 yield ": still here\n\n"
                 sent_s = time.monotonic()
             await asyncio.sleep(POLL_S)
+
+    def _news(self, seen: list[Seen]) -> list[str]:
+        """What a page is to be told; `seen` is moved on."""
+        events = []
+        if len(seen) < len(self.views):
+            names = [{"number": view.number, "name": view.name} for view in self.views]
+            events.append(_event("runs", {"runs": names, "first": not seen}))
+            seen += [Seen() for _ in self.views[len(seen) :]]
+        for view, told in zip(self.views, seen, strict=True):
+            message = view.news(told)
+            if message is not None:
+                events.append(_event("run", message))
+        return events
 
 
 def make_app(runs: Runs, *, token: str | None = None) -> Starlette:
@@ -111,10 +122,10 @@ def make_app(runs: Runs, *, token: str | None = None) -> Starlette:
     async def spans(request: Request) -> Response:
         view = runs.of(request)
         low, high, since, limit = (_number(request, name) for name in ("from", "to", "since", "limit"))
-        await runs.refresh()
         shown = min(MAX_SPANS, int(limit)) if limit else MAX_SPANS
-        found = await asyncio.to_thread(view.spans.window, low, high, since=int(since or 0), limit=max(1, shown))
-        return JSONResponse(found)
+        async with runs.fresh():
+            found = await asyncio.to_thread(view.spans.window, low, high, since=int(since or 0), limit=max(1, shown))
+            return JSONResponse(found)
 
     async def groups(request: Request) -> Response:
         view = runs.of(request)
