@@ -168,6 +168,7 @@ def test_generate_refuses_what_it_cannot_do(
     for model, extra, words in (
         (tiny_model(), ("--height", 33), "height = 33 is not a multiple of 16"),
         (tiny_model(), ("--max-sequence-length", 3), "which takes 3"),
+        (tiny_model(), ("--steps", 0), "num_inference_steps = 0: Input should be greater than 0"),
         (tmp_path, (), "is no run folder"),
     ):
         code = here(monkeypatch, "generate", model, "a cat", "--out", tmp_path / "out", "--steps", 1, *extra)

@@ -9,14 +9,11 @@ from types import TracebackType
 from typing import Any
 
 from PIL import Image
-from pydantic import ValidationError
 from torch import Tensor
 
-from verst.engine.request import GenerateRequest, explain
-from verst.engine.resolve import resolve
 from verst.engine.wire import encode_response, to_microgroup
 from verst.errors import RequestError
-from verst.loops.local_engine import open_worker
+from verst.loops.local_engine import generate, open_worker
 from verst.types import Microgroup, Sample, SampleKey
 
 
@@ -77,13 +74,7 @@ class Engine:
             **self._defaults,
             **sampling,
         }
-        try:
-            request = GenerateRequest.model_validate(values)
-        except ValidationError as error:
-            raise RequestError(explain(error)[1]) from error
-        (records,) = self.worker.generate([resolve(request, self.worker.components)])
-        if isinstance(records, Exception):
-            raise records
+        records = generate(self.worker, values)
         number = next(self._numbers)
         return to_microgroup(
             encode_response(records), [SampleKey(rollout=number, group=0, index=i) for i in range(len(records))]

@@ -39,17 +39,18 @@ def generate(
 ) -> None:
     from PIL import Image
 
-    from verst.engine.request import GenerateRequest
-    from verst.engine.resolve import resolve
-    from verst.loops.local_engine import open_worker
+    from verst.loops import local_engine
 
-    worker, defaults = open_worker(model, device=device, checkpoint=checkpoint)
-    given = {**defaults, **{key: value for key, value in sampling.items() if value is not None}}
-    seeds = tuple(seed + i for i in range(len(prompts)))
-    request = GenerateRequest(prompts=tuple(prompts), seeds=seeds, rollout=False, media_format="uint8", **given)
-    (records,) = worker.generate([resolve(request, worker.components)])
-    if isinstance(records, Exception):
-        raise records
+    worker, defaults = local_engine.open_worker(model, device=device, checkpoint=checkpoint)
+    values = {
+        "prompts": tuple(prompts),
+        "seeds": tuple(range(seed, seed + len(prompts))),
+        "rollout": False,
+        "media_format": "uint8",
+        **defaults,
+        **{key: value for key, value in sampling.items() if value is not None},
+    }
+    records = local_engine.generate(worker, values)
     out.mkdir(parents=True, exist_ok=True)
     for index, record in enumerate(records):
         path = out / f"{index:03d}_{re.sub(r'[^A-Za-z0-9]+', '_', record['prompt'])[:60]}.png"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from verst.engine.client import check_echo
+from verst.engine.request import GenerateRequest, explain
 from verst.engine.resolve import resolve
 from verst.engine.wire import Answer, encode_response, to_microgroup
 from verst.engine.worker import Worker
-from verst.errors import ConfigError
+from verst.errors import ConfigError, RequestError
 from verst.families.loading import index_file
 from verst.loops.run_folder import stored_rl_recipe
 from verst.rollout.pipeline import Pipeline
@@ -67,14 +69,30 @@ def pick_device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def generate(worker: Worker, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the worker makes of a request with these fields.
+
+    Raises RequestError for a wrong one, PromptError, and EngineError for numbers that are not finite.
+    """
+    try:
+        request = GenerateRequest.model_validate(values)
+    except ValidationError as error:
+        raise RequestError(explain(error)[1]) from error
+    return _generate(worker, request)
+
+
+def _generate(worker: Worker, request: GenerateRequest) -> list[dict[str, Any]]:
+    (records,) = worker.generate([resolve(request, worker.components)])
+    if isinstance(records, Exception):
+        raise records
+    return records
+
+
 def local_pipeline(worker: Worker, score: Scorer) -> Pipeline:
     """The pipeline of a run around this worker."""
 
-    async def generate(task: MicrogroupTask) -> Answer:
-        (records,) = worker.generate([resolve(task.request, worker.components)])
-        if isinstance(records, Exception):
-            raise records
-        return Answer(body=encode_response(records))
+    async def ask(task: MicrogroupTask) -> Answer:
+        return Answer(body=encode_response(_generate(worker, task.request)))
 
     async def parse(answer: Answer, keys: Sequence[SampleKey]) -> Microgroup:
         return await asyncio.to_thread(to_microgroup, answer, keys)
@@ -82,7 +100,7 @@ def local_pipeline(worker: Worker, score: Scorer) -> Pipeline:
     def check(task: MicrogroupTask, microgroup: Microgroup, weight_version: int) -> None:
         check_echo(task.request, microgroup.echo, weight_version=weight_version)
 
-    return Pipeline(generate=generate, parse=parse, check=check, score=score)
+    return Pipeline(generate=ask, parse=parse, check=check, score=score)
 
 
 def sync_in_process(trainer: RlTrainer, worker: Worker, *, version: int) -> None:
