@@ -154,6 +154,13 @@ def test_miles_nft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (recipe.rollout.microgroup_size, recipe.trainer.ranks) == (1, 8)
 
 
+def test_miles_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = converted(monkeypatch, tmp_path, "--diffusion-kl-beta 0.04 --adam-beta2 0.99 --rm-type ocr")
+    algorithm = recipe.algorithm.model_dump()
+    assert (recipe.model.finetune.type, algorithm["reference"]["type"]) == ("full", "frozen")
+    assert recipe.trainer.betas == (0.9, 0.99)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

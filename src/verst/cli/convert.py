@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verst.cli.recipe_text import check_free, write_recipe
+from verst.cli.recipe_text import check_free, run_name, write_recipe
 from verst.config.checks import nearest_divisor, nearest_fit
 from verst.errors import ConfigError
 
 Rule = Callable[["Draft", Any], None]
 """Takes one of their values over into a draft."""
+OCR = {"type": "ocr", "mode": "scene", "target": "quoted"}
 _ORDER = ("run", "model", "sampling", "prompts", "rollout", "rewards", "algorithm", "trainer", "engine", "cluster", "checkpoint", "eval")  # fmt: skip
 
 
@@ -66,6 +67,11 @@ class Draft:
                 f"{name} = {value!r} is not what that setting takes, which is a number; correct it, or leave it out"
             )
         return float(value)
+
+    def betas(self, first: str, second: str) -> None:
+        """Adam's, where either is said. Raises ConfigError."""
+        if first in self.theirs or second in self.theirs:
+            self.values["trainer.betas"] = [self.real(first, 0.9), self.real(second, 0.999)]
 
     def steps(self) -> int:
         """Denoising steps."""
@@ -178,7 +184,7 @@ def _take(draft: Draft, name: str, value: Any, rules: Mapping[str, str | Rule], 
 def finish(draft: Draft, name: str) -> None:
     """What every recipe needs, and numbers that go together."""
     values = draft.values
-    draft.assume("run.name", re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]+", "", name) or "run", "the file's name")
+    draft.assume("run.name", run_name(name), "the file's name")
     draft.assume("run.iterations", 200, "not said")
     draft.assume("run.deterministic", False, "as the other trainer, whose engine batches depend on timing")
     draft.assume("model.path", "models/model", "not said; a folder in the diffusers layout")
@@ -197,8 +203,10 @@ def finish(draft: Draft, name: str) -> None:
     if steps != values["trainer.steps_per_rollout"]:
         draft.change("trainer.steps_per_rollout", steps, "it must divide rollout.num_groups")
     if not draft.rewards:
-        draft.rewards.append({"type": "ocr", "mode": "scene", "target": "quoted"})
+        draft.rewards.append(dict(OCR))
         draft.assumed["rewards"] = "ocr: none was said that verst has"
+    if values.get("algorithm.kl_beta") and values.get("model.finetune", {}).get("type") == "full":
+        draft.assume("algorithm.reference", {"type": "frozen"}, "without a LoRA there is no adapter to switch off")
     if values["algorithm.type"] == "nft":
         values["sampling.steps"] = {"type": "none"}
         values.pop("sampling.transition", None)

@@ -6,13 +6,12 @@ import math
 from pathlib import PurePosixPath
 from typing import Any
 
-from verst.cli.convert import Draft, Rule, number, one_of, reward, together
+from verst.cli.convert import OCR, Draft, Rule, number, one_of, reward, together
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "no": "float32"}
-_OCR = {"type": "ocr", "mode": "scene", "target": "quoted"}
 REWARDS: dict[str, dict[str, Any]] = {
-    "ocr": _OCR,
-    "video_ocr": _OCR,
+    "ocr": OCR,
+    "video_ocr": OCR,
     "jpeg_compressibility": {"type": "jpeg_size", "direction": "smaller"},
     "jpeg_incompressibility": {"type": "jpeg_size", "direction": "larger"},
     "pickscore": {"type": "pick_score", "path": "models/PickScore_v1"},
@@ -165,11 +164,7 @@ def finish(draft: Draft) -> None:
     eta = draft.real("sample.noise_level", 0.7)
     values["sampling.transition"] = {"type": theirs.get("sample.sde_type", "sde"), "eta": eta}
     _steps(draft)
-    if "train.adam_beta1" in theirs or "train.adam_beta2" in theirs:
-        values["trainer.betas"] = [
-            draft.real("train.adam_beta1", 0.9),
-            draft.real("train.adam_beta2", 0.999),
-        ]
+    draft.betas("train.adam_beta1", "train.adam_beta2")
     if "train.clip_range" not in theirs:
         for name, key in (("train.clip_range_lt", "clip_low"), ("train.clip_range_gt", "clip_high")):
             if name in theirs:
@@ -177,10 +172,6 @@ def finish(draft: Draft) -> None:
                 draft.absent.pop(name, None)
     if values.get("algorithm.kl_beta"):
         draft.assume("algorithm.kl_form", "no_dt", "the form of flow_grpo's code, which leaves dt out")
-    if theirs.get("model.finetune", values.get("model.finetune", {})).get("type") == "full" and values.get(
-        "algorithm.kl_beta"
-    ):
-        draft.assume("algorithm.reference", {"type": "frozen"}, "without a LoRA there is no adapter to switch off")
     if values.get("sampling.guidance_scale", 1.0) > 1:
         draft.assume("sampling.guidance_gradient", "conditional", "flow_grpo computes the other side without gradients")
     if theirs.get("train.ema"):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from verst.cli.convert import Draft, Rule, number, one_of, reward, together
+from verst.cli.convert import OCR, Draft, Rule, number, one_of, reward, together
 
-_OCR = {"type": "ocr", "mode": "scene", "target": "quoted"}
 REWARDS: dict[str, dict[str, Any]] = {
-    "ocr": _OCR,
+    "ocr": OCR,
     "pickscore": {"type": "pick_score", "path": "models/PickScore_v1"},
     "hps": {"type": "hps_v2", "path": "models/HPSv2"},
 }
@@ -143,8 +142,7 @@ def finish(draft: Draft) -> None:
     _steps(draft)
     _batches(draft)
     _processes(draft)
-    if "adam-beta1" in theirs or "adam-beta2" in theirs:
-        values["trainer.betas"] = [draft.real("adam-beta1", 0.9), draft.real("adam-beta2", 0.999)]
+    draft.betas("adam-beta1", "adam-beta2")
     if values["algorithm.type"] == "nft":
         old = {"flat": "old_flat", "ramp": "old_ramp", "max": "old_decay"}
         for name, key in zip(("ema-decay-flat-steps", "ema-decay-ramp", "ema-decay-max"), old.values(), strict=True):
@@ -164,8 +162,6 @@ def _lora(draft: Draft) -> None:
     theirs = draft.theirs
     if not theirs.get("use-lora"):
         draft.values["model.finetune"] = {"type": "full"}
-        if draft.values.get("algorithm.kl_beta"):
-            draft.assume("algorithm.reference", {"type": "frozen"}, "without a LoRA there is no adapter to switch off")
         return
     finetune: dict[str, Any] = {
         "type": "lora",

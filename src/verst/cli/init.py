@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from verst.cli.recipe_text import check_free, write_recipe
+from verst.cli.recipe_text import check_free, run_name, write_recipe
 from verst.config import RlRecipe, parse_recipe
 from verst.errors import ConfigError, RequestError, VerstError
 
@@ -183,7 +182,7 @@ def recipe_tables(
     several = {"placement": {"type": "colocated"}}
     return {
         "run": {
-            "name": re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]+", "", name) or "run",
+            "name": run_name(name),
             "iterations": 200,
             "deterministic": machine.gpus == 0,
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,11 @@ from verst.errors import ConfigError
 
 _LONGEST = 100
 """Characters of a meaning that stands beside its key; of longer ones the field's docstring tells."""
+
+
+def run_name(stem: str) -> str:
+    """What of a file's name may be a run's."""
+    return re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]+", "", stem) or "run"
 
 
 def check_free(path: Path) -> None:

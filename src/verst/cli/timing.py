@@ -108,8 +108,8 @@ def _bound(found: Triage) -> str:
 
 
 def _who(use: Use) -> str:
-    names = {"engine": "engine", "parser": "parser", "trainer": "trainer"}
-    name = names.get(use.name, f"{use.name.removeprefix('reward/')} worker")
+    _, of_reward, reward = use.name.partition("reward/")
+    name = f"{reward} worker" if of_reward else use.name
     return f"{use.number} {name}{'' if use.number == 1 else 's'}"
 
 
