@@ -1,5 +1,5 @@
 """`verst`: doctor, init, convert-recipe, train, plan, replay, chaos, explain-ratio, trace, triage, eval, generate, serve, router, export,
-dashboard, tiny, completion."""
+dashboard, tiny, bench, completion."""
 
 from __future__ import annotations
 
@@ -336,7 +336,7 @@ def dashboard(
 
 @app.command()
 def tiny(
-    family: Annotated[str, typer.Argument(help="sd3 or sd3.5.")],
+    family: Annotated[str, typer.Argument(help="sd3, sd3.5, flux1, wan2.1, ...; a wrong one names them all.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
 ) -> None:

@@ -52,7 +52,7 @@ __all__ = ["TINY", "Tiny", "build_glyphs", "build_tiny"]
 
 
 def build_tiny(name: str, folder: Path, *, seed: int = 0) -> Path:
-    """Write the tiny random checkpoint `name` ("sd3", "sd3.5") into `folder`, in fp32, and return the folder.
+    """Write the tiny random checkpoint `name` (a key of TINY, e.g. "sd3") into `folder`, in fp32, and return the folder.
 
     The same seed gives the same weights; torch's own random state is left as it was. Raises ConfigError.
     """
