@@ -4,7 +4,8 @@ const NONE = -2;
 const KINDS = ["driver", "trainer", "engine", "parser", "reward", "rollout", "filter"];
 /** What a lane has and does no work in. */
 const WAITS = /wait|drain|^iteration$/;
-const STAGES = new Set(["generate", "deserialize", "reward"]);
+/** The whole stages of a microgroup; what else it has lies inside of them. */
+export const STAGES = new Set(["generate", "deserialize", "reward"]);
 
 /** Every span there is: grows with `add`, is put in order by `lanes`. */
 export class Spans {

@@ -2,7 +2,7 @@
 
 import { time } from "./dom.js";
 import { ticks } from "./chart.js";
-import { idle, lowerBound, packed, setDepths, touching } from "./lanes.js";
+import { STAGES, idle, lowerBound, packed, setDepths, touching } from "./lanes.js";
 
 const GUTTER = 148;
 const RULER = 24;
@@ -240,7 +240,7 @@ export class Painter {
     const first = lowerBound(items, this.from, (item) => item.end);
     for (let i = first; i < items.length && items[i].start <= this.to; i++) {
       const spans = items[i].spans;
-      this.bars(spans, 0, spans.length, (span) => y + (inner(span) ? 3 : 0), ROW - 4);
+      this.bars(spans, 0, spans.length, (span) => y + (STAGES.has(span.name) ? 0 : 3), ROW - 4);
     }
   }
 
@@ -306,8 +306,4 @@ function clock(us, step) {
   const [hours, minutes] = [Math.floor(us / 3600e6), Math.floor(us / 60e6) % 60];
   const seconds = ((us / 1e6) % 60).toFixed(decimals).padStart(decimals ? decimals + 3 : 2, "0");
   return hours ? `${hours}:${String(minutes).padStart(2, "0")}:${seconds}` : `${minutes}:${seconds}`;
-}
-
-function inner(span) {
-  return !(span.name === "generate" || span.name === "deserialize" || span.name === "reward");
 }

@@ -2,11 +2,9 @@
 
 import { h, number, signed } from "./dom.js";
 import { colour } from "./store.js";
-import { openViewer } from "./viewer.js";
+import { crisp, openViewer } from "./viewer.js";
 
 const PLAY_MS = 900;
-/** Narrower pictures than this are shown with hard pixels. */
-const TINY = 128;
 
 /** A slider over the iterations of which a kind of samples is there, and a body for each run that is shown. */
 class StepView {
@@ -175,12 +173,11 @@ function spread(group) {
 }
 
 function shot(row, open, note) {
-  const small = row.width < TINY ? "tiny" : null;
   const kind = row.clip ? ` · ${row.frames} frames${row.sound ? ", sound" : ""}` : "";
   return h(
     "button",
     { type: "button", class: "shot", onclick: open },
-    h("img", { src: row.picture, alt: row.prompt, class: small, width: row.width, height: row.height, loading: "lazy" }),
+    h("img", { src: row.picture, alt: row.prompt, class: crisp(row), width: row.width, height: row.height, loading: "lazy" }),
     h(
       "span",
       { class: "cap" },

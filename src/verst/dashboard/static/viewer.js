@@ -2,6 +2,8 @@
 
 import { h, number } from "./dom.js";
 
+/** Narrower pictures than this are shown with hard pixels. */
+const TINY = 128;
 const ZOOMS = [1, 2, 4, 8, 16];
 const dialog = document.getElementById("viewer");
 
@@ -61,10 +63,14 @@ function draw(state) {
   if (state.history) fillStrip(state, strip);
 }
 
+/** The class of a sample's picture. */
+export function crisp(row) {
+  return row.width < TINY ? "tiny" : null;
+}
+
 function media(row, zoom) {
   const size = { width: Math.round(row.width * zoom), height: Math.round(row.height * zoom) };
-  const crisp = row.width < 128 ? "tiny" : null;
-  if (!row.clip) return h("img", { src: row.picture, alt: row.prompt, class: crisp, ...size });
+  if (!row.clip) return h("img", { src: row.picture, alt: row.prompt, class: crisp(row), ...size });
   const video = h("video", { controls: true, loop: true, playsinline: true, poster: row.picture, ...size });
   video.setAttribute("aria-label", row.prompt);
   video.muted = !row.sound;
@@ -95,7 +101,7 @@ async function fillStrip(state, strip) {
       h(
         "button",
         { type: "button", "aria-pressed": String(step === state.step), onclick: () => show(state, step, row) },
-        h("img", { src: row.picture, alt: `iteration ${step}`, loading: "lazy", class: row.width < 128 ? "tiny" : null }),
+        h("img", { src: row.picture, alt: `iteration ${step}`, loading: "lazy", class: crisp(row) }),
         h("span", {}, `${step}: ${row.reward === null ? "masked" : number(row.reward)}`),
       ),
     ),
