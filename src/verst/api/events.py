@@ -113,7 +113,7 @@ async def stream(
                     await asyncio.to_thread(run.join)
             run.check()
         else:
-            for event in _News(folder.path).read():
+            for event in await asyncio.to_thread(_News(folder.path).read):
                 yield event
     finally:
         folder.close()
