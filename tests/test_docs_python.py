@@ -21,25 +21,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder of a program, which is searched for modules."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    monkeypatch.delitem(sys.modules, "quickstart_rewards", raising=False)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     return tmp_path
 
 
 def run_cells(cells: list[str]) -> dict[str, Any]:
-    """Each after the other, in one namespace; a cell that begins with the name of a file is that file."""
+    """Each after the other, in one namespace."""
     names: dict[str, Any] = {"__name__": "__main__"}
     threads = torch.get_num_threads()
     try:
         for number, cell in enumerate(cells):
-            first = cell.partition("\n")[0]
-            if first.startswith("# ") and first.endswith(".py"):
-                Path(first[2:]).write_text(cell)
-            else:
-                exec(compile(cell, f"cell {number}", "exec"), names)
+            exec(compile(cell, f"cell {number}", "exec"), names)
     finally:
         torch.set_num_threads(threads)
-        sys.modules.pop("my_rewards", None)
     return names
 
 
@@ -88,7 +83,6 @@ def test_the_page_names_what_there_is() -> None:
 
 def test_the_notebook_runs_and_its_reward_rises(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    monkeypatch.delitem(sys.modules, "quickstart_rewards", raising=False)
     notebook = json.loads((ROOT / "notebooks" / "quickstart.ipynb").read_text())
     assert notebook["nbformat"] == 4
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
