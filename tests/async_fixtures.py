@@ -197,12 +197,10 @@ def run_here(
             await run.close()
         return world
 
-    threads = torch.get_num_threads()
     try:
         with one_rank(recipe) as trainer:
             return asyncio.run(drive(trainer))
     finally:
-        torch.set_num_threads(threads)
         report.close()
         folder.close()
 

@@ -20,6 +20,18 @@ import verst  # noqa: E402, F401  (its torchvision_shim comes before any test's 
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Bits depend on the number of threads, and a program under test, an engine or a run, sets its own."""
+    torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """Again, after fixtures that ran such a program."""
+    torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

@@ -164,7 +164,6 @@ def test_generate_writes_the_engines_pictures(tmp_path: Path) -> None:
 def test_generate_refuses_what_it_cannot_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    threads = torch.get_num_threads()
     for model, extra, words in (
         (tiny_model(), ("--height", 33), "height = 33 is not a multiple of 16"),
         (tiny_model(), ("--max-sequence-length", 3), "which takes 3"),
@@ -172,7 +171,6 @@ def test_generate_refuses_what_it_cannot_do(
         (tmp_path, (), "is no run folder"),
     ):
         code = here(monkeypatch, "generate", model, "a cat", "--out", tmp_path / "out", "--steps", 1, *extra)
-        torch.set_num_threads(threads)
         errors = capsys.readouterr().err.splitlines()[-1]
         assert code == 2
         assert errors.startswith("verst: ")

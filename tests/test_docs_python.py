@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from docs_fixtures import ROOT, blocks
 
 import verst
@@ -29,12 +28,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run_cells(cells: list[str]) -> dict[str, Any]:
     """Each after the other, in one namespace."""
     names: dict[str, Any] = {"__name__": "__main__"}
-    threads = torch.get_num_threads()
-    try:
-        for number, cell in enumerate(cells):
-            exec(compile(cell, f"cell {number}", "exec"), names)
-    finally:
-        torch.set_num_threads(threads)
+    for number, cell in enumerate(cells):
+        exec(compile(cell, f"cell {number}", "exec"), names)
     return names
 
 

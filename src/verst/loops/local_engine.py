@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,6 @@ def open_worker(
         raise ConfigError(f"dtype = {dtype!r}: valid: {', '.join(DTYPES)}")
     if not model.exists():
         raise ConfigError(f"{model} does not exist; name a model folder or a run folder")
-    torch.set_num_threads(os.cpu_count() or 1)
     if index_file(model).exists():
         return Worker(model, dtype=DTYPES[dtype or "float32"], device=pick_device(device)), {}
     recipe = stored_rl_recipe(model)
