@@ -92,7 +92,9 @@ from verst.config.sync import CudaIpcSync as CudaIpcSync
 from verst.config.sync import DiskSync as DiskSync
 from verst.config.sync import ShmSync as ShmSync
 from verst.config.sync import SyncConfig as SyncConfig
+from verst.config.trackers import MlflowConfig as MlflowConfig
 from verst.config.trackers import TrackerConfig as TrackerConfig
+from verst.config.trackers import TrackioConfig as TrackioConfig
 from verst.config.trackers import WandbConfig as WandbConfig
 from verst.config.trainer import OffloadConfig as OffloadConfig
 from verst.config.trainer import ParallelConfig as ParallelConfig

@@ -65,6 +65,7 @@ class Report:
             name=self._recipe.run.name,
             recipe=self._recipe.model_dump(mode="json"),
             resume_after=iteration,
+            notice=self.notice,
         )
 
     def supervision(self, name: str, event: Mapping[str, str | int | float]) -> None:

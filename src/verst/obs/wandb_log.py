@@ -1,9 +1,7 @@
-"""Metrics and pictures to Weights & Biases, whose package is imported only here and only where it is asked for."""
+"""Metrics and pictures to Weights & Biases."""
 
 from __future__ import annotations
 
-import importlib
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from verst.errors import ConfigError
+from verst.obs.kept_run import KeptRun, package
 
 
 class WandbLog:
@@ -23,17 +22,14 @@ class WandbLog:
         self, folder: Path, *, project: str, entity: str | None, mode: str, name: str, config: Mapping[str, Any]
     ) -> None:
         """Raises ConfigError where W&B refuses. config: what the run is made of."""
-        self._wandb: Any = importlib.import_module("wandb")
-        known = folder / "wandb_id"
-        if not known.exists():
-            known.write_text(secrets.token_hex(4))
+        self._wandb = package("wandb")
         try:
             self._run = self._wandb.init(
                 project=project,
                 entity=entity,
                 mode=mode,
                 name=name,
-                id=known.read_text(),
+                id=KeptRun(folder, "wandb").own_id(),
                 resume="allow",
                 dir=str(folder),
                 config=dict(config),
