@@ -206,8 +206,12 @@ async def disturbed(
     result = await measured(http, memory, **what)
     await trouble
     await ready(http, 2)
-    served = {row["url"]: row["quarantines"] for row in (await http.get("/engines")).json()}
-    return {**result, "quarantines": sum(served.values()), "both_in_service_again": True}
+    rows = (await http.get("/engines")).json()
+    return {
+        **result,
+        "quarantines": sum(row["quarantines"] for row in rows),
+        "in_service_after": sum(row["state"] == "ready" for row in rows),
+    }
 
 
 async def run(url: str, pid: int, engines: list[mp.Process], ports: list[int], given: Any) -> dict[str, Any]:

@@ -22,14 +22,13 @@ from router_fixtures import FakeEngine, Scene, scene, until
 
 from verst.engine.client import EngineClient
 from verst.engine.server import EngineServer
-from verst.engine.transport import SHARED
 from verst.engine.wire import to_microgroup
 from verst.engine.worker import Worker
-from verst.errors import ConfigError, EchoError, SyncError
+from verst.errors import ConfigError, EchoError, EngineError, SyncError
 from verst.router import server as router_server
-from verst.router import upstream
 from verst.router.options import RouterOptions
 from verst.web.guard import bearer, new_token
+from verst.web.terms import SHARED
 from verst.weights.block import host_identity
 from verst.weights.send import Outgoing, trained_tensors
 from verst.weights.transports import ShmSender
@@ -161,6 +160,7 @@ async def test_a_request_lost_with_its_engine_is_made_again_once() -> None:
         answers = await asyncio.gather(*(s.generate(prompt=str(i), seeds=[i]) for i in range(2)))
         assert [answer.status_code for answer in answers] == [200, 200]
         assert sorted(json.loads(body)["seeds"] for body in good.bodies) == [[0], [1]]
+        assert sorted(answer.headers["verst-reissued"] for answer in answers) == ["0", "1"]
         assert s.router.pool.members[urls[0]].state == "quarantined"
         # Lost over two engines: given up, before it ends them all.
         await s.http.delete("/engines", params={"url": s.urls[0]})
@@ -171,6 +171,8 @@ async def test_a_request_lost_with_its_engine_is_made_again_once() -> None:
         answer = await s.generate(prompt="1")
         assert answer.status_code == 502
         assert "2 engines were lost over this request" in answer.json()["detail"]
+        # The first of either request: none followed the last loss.
+        assert 'verst_router_retries_total{reason="lost"} 2.0' in (await s.http.get("/metrics")).text
 
 
 @on_a_loop
@@ -359,6 +361,37 @@ async def test_engines_come_and_go_at_run_time() -> None:
         assert (await s.http.get("/health")).status_code == 503
 
 
+@on_a_loop
+async def test_whoever_hands_out_weights_says_which_engines_there_are_and_what_they_hold() -> None:
+    one, two = FakeEngine(7), FakeEngine(7)
+    async with scene(one, probe_s=60.0) as s, serving(two.app) as url, EngineClient(s.url) as client:
+        rows = await client.put_engines([*s.urls, url], weight_version=7)
+        assert [(row["url"], row["state"], row["weight_version"]) for row in rows] == [
+            (s.urls[0], "ready", 7),
+            (url, "ready", 7),
+        ]
+        one.version = two.version = 8
+        await client.put_engines([*s.urls, url], weight_version=8)
+        answer = await s.generate({"verst-weight-version": "8", "verst-timeout-s": "5"})
+        assert (answer.status_code, answer.headers["verst-reissued"]) == (200, "0")
+        assert answer.headers["verst-engine"] in (*s.urls, url)
+        one.version = two.version = 5  # a trainer that began again from a checkpoint
+        await client.put_engines([url], weight_version=5)
+        assert [row["url"] for row in await client.engines()] == [url]
+        answer = await s.generate({"verst-weight-version": "5", "verst-timeout-s": "5"})
+        assert (answer.status_code, answer.headers["verst-engine"]) == (200, url)
+        for body in ({}, {"engines": url}, {"engines": [url], "weight_version": True}, {"engines": [], "more": 1}):
+            assert (await s.http.put("/engines", json=body)).status_code == 400
+        assert list(s.router.pool.members) == [url]
+        two.status = 500
+        with pytest.raises(EngineError, match="told to answer 500") as failed:
+            await client.generate(request())
+        assert failed.value.engine == url
+        two.healthy = False
+        (row,) = await client.put_engines([url], weight_version=5)
+        assert (row["state"], row["silent"]) == ("ready", False)  # one bad look is no end yet
+
+
 NO_ADDRESSES = (
     *("", "127.0.0.1:30000", "ftp://h:1", "http://", "http://u:p@h:1", "http://h:1/path", "http://h:x"),
     *("http://h:1?q", "file:///etc/passwd", "http://[::1", "http://h:99999", 7, None, ["http://h:1"]),
@@ -498,10 +531,6 @@ async def test_the_token_is_wanted_and_shown() -> None:
         assert token not in (await s.http.get("/server_info", headers=bearer(token))).text
     with pytest.raises(ConfigError, match=r"--host = '0\.0\.0\.0' can be reached"):
         router_server.serve(RouterOptions(), host="0.0.0.0", port=0, token=None)
-
-
-def test_the_content_type_of_shared_memory_is_the_engines() -> None:
-    assert upstream.SHARED == SHARED
 
 
 @on_a_loop

@@ -32,6 +32,9 @@ class RequestError(VerstError):
 class EngineError(VerstError):
     """An engine failed or died while it worked on a request."""
 
+    engine: str | None = None
+    """URL of the one that has said so; unset where it is another's word."""
+
 
 class EchoError(VerstError):
     """An engine answered with other sampling parameters, sigmas or weights than were asked for."""

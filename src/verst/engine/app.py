@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import functools
@@ -38,9 +37,9 @@ from verst.engine.request import GenerateRequest, explain
 from verst.engine.resolve import resolve
 from verst.engine.transport import Accepted, Shipment, ship
 from verst.engine.worker import Unavailable
-from verst.errors import ConfigError, EngineError, ModelError, PromptError, RequestError, SyncError, VerstError
+from verst.errors import ConfigError, ModelError, PromptError, RequestError, SyncError, VerstError
 from verst.web.guard import Guard, Limits
-from verst.web.listen import disconnected
+from verst.web.listen import ClientGone, while_there
 from verst.web.terms import Terms
 from verst.web.timing import HEADER, Stopwatch
 from verst.weights.manifest import Manifest
@@ -74,19 +73,14 @@ class Endpoints:
         accepted = Accepted.of(request.headers)
         encode = functools.partial(ship, accepted=accepted, pool=self._pool)
         terms = Terms.of(request.headers)
-        work = asyncio.ensure_future(self._batcher.generate(record, terms=terms, encode=encode, watch=watch))
-        gone = asyncio.ensure_future(disconnected(request.receive))
+        work = self._batcher.generate(record, terms=terms, encode=encode, watch=watch)
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                return Response(status_code=499)
-            shipment: Shipment = work.result()
-            response = shipment.response()
-            response.headers[HEADER] = watch.header()
-            return response
-        finally:
-            work.cancel()
-            gone.cancel()
+            shipment: Shipment = await while_there(work, request.receive)
+        except ClientGone:
+            return Response(status_code=499)
+        response = shipment.response()
+        response.headers[HEADER] = watch.header()
+        return response
 
     async def check_prompts(self, request: Request) -> Response:
         body = PromptCheck.model_validate_json(await request.body())
@@ -252,6 +246,10 @@ def create_app(
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=[guard])
 
 
+_REFUSALS = (RequestError, PromptError, SyncError, ModelError, ConfigError)
+"""Of a request; any other error is the engine's."""
+
+
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, ValidationError)
     status, message = explain(error)
@@ -265,10 +263,7 @@ async def _failed(request: Request, error: Exception) -> Response:
         return _error(str(error), 409)
     if isinstance(error, Expired):
         return _error(str(error), 504)
-    if isinstance(error, RequestError | PromptError | SyncError | ModelError | ConfigError):
-        return _error(str(error), 400)
-    assert isinstance(error, EngineError), error
-    return _error(str(error), 500)
+    return _error(str(error), 400 if isinstance(error, _REFUSALS) else 500)
 
 
 async def _crashed(request: Request, error: Exception) -> Response:

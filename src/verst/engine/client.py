@@ -18,13 +18,15 @@ from verst.engine.transport import Accepted, receive
 from verst.engine.wire import Answer
 from verst.errors import ConfigError, EchoError, EngineError, RequestError, SyncError
 from verst.web.guard import bearer
-from verst.web.terms import Terms
+from verst.web.terms import ENGINE, REISSUED, Terms
 from verst.web.timing import HEADER, AnswerTimes, Clocks, ServerTimes
 from verst.weights.block import host_identity
 from verst.weights.manifest import Certificate, Manifest, verify
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
+_ROUTER_S = 30.0
+"""For a router's answer about its engines, whom it may ask itself."""
 Transport = Literal["auto", "msgpack", "shm"]
 Compression = Literal["none", "zstd", "lz4"]
 
@@ -99,11 +101,11 @@ class EngineClient:
         if not supported():
             return "and this process have no memfd on this system"
         try:
-            info = (await self._http.get("/server_info", timeout=10.0)).json()
+            info: dict[str, Any] = (await self._http.get("/server_info", timeout=10.0)).json()
         except (httpx.TransportError, ValueError) as error:
             raise EngineError(f"engine {self.url} does not say what it is: {error}") from error
         if "shared_memory" not in info:
-            return "offers no shared memory"
+            return str(info.get("no_shared_memory", "offers no shared memory"))
         others = sorted(self._hosts - {info["host"]})
         return f"is on host {info['host']}, answers are read on {', '.join(others)}" if others else None
 
@@ -132,7 +134,8 @@ class EngineClient:
             server=server,
             arrived_s=self._clocks.arrived(server, sent_s=sent_s, answered_s=answered_s) if server else 0.0,
         )
-        return replace(answer, times=times)
+        made_at, reissued = response.headers.get(ENGINE), response.headers.get(REISSUED, "0")
+        return replace(answer, times=times, made_at=made_at, reissued=int(reissued) if reissued.isdecimal() else 0)
 
     async def update_weights(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Make the engine take the announced weights; its certificate, compared with the manifest.
@@ -174,10 +177,38 @@ class EngineClient:
 
     async def health(self) -> bool:
         """The engine is loaded and its worker lives; False as well when it cannot be reached. One attempt."""
+        return await self._answers("/health")
+
+    async def _answers(self, path: str) -> bool:
         try:
-            return (await self._http.get("/health", timeout=10.0)).status_code == 200
+            return (await self._http.get(path, timeout=10.0)).status_code == 200
         except httpx.TransportError:
             return False
+
+    async def put_engines(self, urls: Sequence[str], *, weight_version: int | None) -> list[dict[str, Any]]:
+        """Of a router: these are its engines, and no others; what it knows of each. weight_version: that all of them hold.
+
+        Raises EngineError.
+        """
+        body = {"engines": list(urls), "weight_version": weight_version}
+        return await self._rows("PUT", json=body)
+
+    async def engines(self) -> list[dict[str, Any]]:
+        """Of a router: what it knows of each of its engines. Raises EngineError."""
+        return await self._rows("GET")
+
+    async def _rows(self, method: str, **more: Any) -> list[dict[str, Any]]:
+        path = "/engines"
+        try:
+            response = await self._http.request(method, path, timeout=_ROUTER_S, **more)
+        except httpx.TransportError as error:
+            raise self._dropped(path, error) from error
+        rows: list[dict[str, Any]] = self._checked(response, path).json()
+        return rows
+
+    async def live(self) -> bool:
+        """The process answers, whatever else it can do. One attempt."""
+        return await self._answers("/liveness")
 
     async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         response, _ = await self._open(path, body)
@@ -223,7 +254,10 @@ class EngineClient:
 
     def _checked(self, response: httpx.Response, path: str) -> httpx.Response:
         if response.status_code >= 500:
-            raise EngineError(f"engine {self.url} failed at {path} ({response.status_code}): {_message(response)}")
+            url = response.headers.get(ENGINE, self.url)
+            failure = EngineError(f"engine {url} failed at {path} ({response.status_code}): {_message(response)}")
+            failure.engine = url
+            raise failure
         if response.status_code == 409:
             raise EchoError(f"engine {self.url}: {_message(response)}")
         if response.status_code >= 400:

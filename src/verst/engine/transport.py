@@ -27,10 +27,9 @@ from torch import Tensor
 from verst.engine.blocks import Block, BlockHandle, BlockPool, open_block
 from verst.engine.wire import Answer, response_parts, share_response
 from verst.errors import EngineError
-from verst.web.terms import WEIGHT_VERSION
+from verst.web.terms import SHARED, WEIGHT_VERSION
 
 MSGPACK = "application/msgpack"
-SHARED = "application/vnd.verst.shared+msgpack"
 CODECS = ("zstd", "lz4")
 _BLOCK = "verst-block"
 """Header of a shared answer: its block."""

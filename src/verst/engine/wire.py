@@ -36,6 +36,10 @@ class Answer:
     """uint8 [n]: the block that the message's larger tensors lie in."""
     times: AnswerTimes | None = None
     """When it came, and what the engine says it did when."""
+    made_at: str | None = None
+    """URL of the engine, where a router between says it."""
+    reissued: int = 0
+    """Times that the router had lost another engine over the request before."""
 
     def portable(self) -> bytes:
         """The same response by itself, as an engine would have sent it to another host."""

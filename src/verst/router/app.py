@@ -27,7 +27,7 @@ from verst.router.prober import Prober
 from verst.router.proxy import Dropped, Proxy, TimedOut, ask_of, without_terms
 from verst.router.upstream import checked_url, record_of
 from verst.web.guard import Guard, Limits
-from verst.web.listen import disconnected
+from verst.web.listen import ClientGone, while_there
 
 GENERATE = "/rollout/generate"
 CHECKS = ("/rollout/check_prompts", "/rollout/check_requests")
@@ -72,17 +72,11 @@ class Router:
         ask = ask_of(request.url.path, await request.body(), request.headers)
         if request.url.path != GENERATE:
             ask = without_terms(ask)
-        work = asyncio.ensure_future(self._proxy.answer(ask))
-        gone = asyncio.ensure_future(disconnected(request.receive))
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                return work.result()
+            return await while_there(self._proxy.answer(ask), request.receive)
+        except ClientGone:
             self.metrics.cancelled.inc()
             return Response(status_code=499)
-        finally:
-            gone.cancel()
-            work.cancel()
 
     async def to_all(self, request: Request) -> Response:
         path, body = request.url.path, await request.body()
@@ -112,6 +106,21 @@ class Router:
         member = self.pool.add(url)
         self._prober.follow()
         return JSONResponse(_row(member))
+
+    async def put(self, request: Request) -> Response:
+        record = record_of(await request.body())
+        urls, version = record.get("engines"), record.get("weight_version")
+        known = set(record) <= {"engines", "weight_version"}
+        if not (known and isinstance(urls, list) and (version is None or type(version) is int)):
+            raise RequestError(
+                'the body must be {"engines": ["http://HOST:PORT", ...], "weight_version": 7}, the version a whole number or '
+                "null, and nothing else"
+            )
+        members = self.pool.replace([checked_url(url) for url in urls], version=version)
+        self._prober.follow()
+        await asyncio.gather(*(self._prober.probe(member) for member in members))
+        self._dispatcher.weights_changed()
+        return JSONResponse([_row(member) for member in members])
 
     async def remove(self, request: Request) -> Response:
         url = checked_url(request.query_params.get("url"))
@@ -144,7 +153,9 @@ class Router:
         if self.pool.current is not None:
             info["weight_version"] = self.pool.current
         host = self._proxy.shared_host()
-        if host is not None:
+        if host is None:
+            info["no_shared_memory"] = "has engines on several hosts, or without shared memory"
+        else:
             info |= {"host": host, "shared_memory": {"of": "the engines, which are all on this host"}}
         return JSONResponse(info)
 
@@ -181,6 +192,7 @@ class Router:
         routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
         routes += [Route(path, handler, methods=["GET"]) for path, handler in gets.items()]
         routes.append(Route("/engines", self.remove, methods=["DELETE"]))
+        routes.append(Route("/engines", self.put, methods=["PUT"]))
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -226,6 +238,7 @@ def _row(member: Member) -> dict[str, Any]:
         "url": member.url,
         "state": member.state,
         "reason": member.reason,
+        "silent": member.silent,
         "weight_version": member.version,
         "in_flight": member.in_flight,
         "served": member.num_served,

@@ -14,7 +14,7 @@ was restarted with the checkpoint it began with, nor one that missed an update, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -31,6 +31,8 @@ class Probe:
 
     problem: str | None = None
     """Why it serves nothing; None = it does."""
+    silent: bool = False
+    """The problem is that it did not answer in time."""
     loading: bool = False
     """The problem is that it has not finished loading."""
     asleep: bool = False
@@ -51,6 +53,8 @@ class Member:
     state: State = "starting"
     reason: str = "not probed yet"
     """Of its state, where that is not ready."""
+    silent: bool = False
+    """All that is known against it is that it did not answer in time."""
     version: int | None = None
     host: str | None = None
     room: int = 1
@@ -112,6 +116,20 @@ class Pool:
         self._let_go(member)
         return member.in_flight
 
+    def replace(self, urls: Sequence[str], *, version: int | None) -> list[Member]:
+        """These and no others, by the word of whoever gives them their weights: the version that they hold, None = no matter
+        which. What they say themselves is to be asked next: each gets requests after one good probe."""
+        for url in self.members.keys() - set(urls):
+            self.remove(url)
+        members = [self.add(url) for url in dict.fromkeys(urls)]
+        for member in members:
+            member.doubted = True
+            if member.state == "quarantined":
+                member.state, member.reason = "starting", "named anew"
+        if version is not None:
+            self.current = version
+        return members
+
     def choose(self, shape: Shape, terms: Terms) -> Member | None:
         """The engine for a request, which then counts as in flight there; None while there is none.
 
@@ -169,7 +187,7 @@ class Pool:
             self._found_version(member, probe.version)
         if member.state == "quarantined" and member.num_good < self._policy.good_probes:
             return
-        member.num_failed = 0
+        member.num_failed, member.silent = 0, False
         member.state = "asleep" if probe.asleep else "ready"
         member.reason = "its memory is released" if probe.asleep else ""
 
@@ -267,9 +285,10 @@ class Pool:
             member.state, member.reason, member.num_good, member.version = "starting", problem, 0, None
         else:
             self._failed(member, problem, at_once=False)
+        member.silent = probe.silent
 
     def _failed(self, member: Member, problem: str, *, at_once: bool) -> None:
-        member.num_good = 0
+        member.num_good, member.silent = 0, False
         member.num_failed += 1
         if member.state == "draining" or (not at_once and member.num_failed < self._policy.failures):
             return

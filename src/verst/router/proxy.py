@@ -24,7 +24,7 @@ from verst.router.metrics import Metrics
 from verst.router.pool import Member, Pool, Shape
 from verst.router.relay import Relay
 from verst.router.upstream import explain, message_of, record_of, request_headers
-from verst.web.terms import TIMEOUT, WEIGHT_VERSION, Terms
+from verst.web.terms import ENGINE, REISSUED, TIMEOUT, WEIGHT_VERSION, Terms
 
 _log = logging.getLogger(__name__)
 _SHAPE = ("height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale", "true_cfg_scale")
@@ -80,22 +80,25 @@ class Proxy:
 
     async def _attempts(self, ask: Ask, until: float) -> Relay:
         loop = asyncio.get_running_loop()
-        lost = 0
+        lost = reissued = 0
         while True:
             start = loop.time()
             member = await self._dispatcher.take(ask.shape, ask.terms, until=until)
             self._metrics.wait_s.observe(loop.time() - start)
-            outcome = await self._attempt(ask, member, until)
+            outcome = await self._attempt(ask, member, until, reissued)
             if isinstance(outcome, Relay):
                 return outcome
+            lost += outcome.kind == "lost"
+            if lost > _RETRIES:
+                raise Dropped(f"{lost} engines were lost over this request; the last: {outcome.reason}")
+            reissued += outcome.kind in ("lost", "refused")
             self._metrics.retries.labels(outcome.kind).inc()
-            if outcome.kind == "lost":
-                lost += 1
-                if lost > _RETRIES:
-                    raise Dropped(f"{lost} engines were lost over this request; the last: {outcome.reason}")
 
-    async def _attempt(self, ask: Ask, member: Member, until: float) -> Relay | _Again:
-        """One engine's answer, or why another is to be asked. The engine is given back in any other case."""
+    async def _attempt(self, ask: Ask, member: Member, until: float, reissued: int) -> Relay | _Again:
+        """One engine's answer, or why another is to be asked. The engine is given back in any other case.
+
+        reissued: times that an engine was lost over the request before.
+        """
         kept = False
         try:
             async with asyncio.timeout_at(until):
@@ -110,6 +113,7 @@ class Proxy:
             kept = True
             return Relay(
                 answer,
+                more={ENGINE: member.url, REISSUED: str(reissued)},
                 metrics=self._metrics,
                 ended=lambda problem: self._ended(member, ask, answer, problem),
                 left=lambda: self._dispatcher.put_back(member, ask.shape),

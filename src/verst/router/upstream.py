@@ -14,9 +14,8 @@ from verst.errors import RequestError
 from verst.router.pool import Probe
 from verst.web import timing
 from verst.web.guard import bearer
+from verst.web.terms import SHARED
 
-SHARED = "application/vnd.verst.shared+msgpack"
-"""Content type of answers in the shared memory of one host (engine.transport)."""
 _REQUEST_HEADERS = ("accept-encoding", "content-type")
 _ANSWER_HEADERS = ("content-type", "content-length", "content-encoding", "retry-after", timing.HEADER)
 _OURS = "verst-"
@@ -82,7 +81,7 @@ async def look(http: httpx.AsyncClient, url: str, *, timeout_s: float) -> Probe:
                 return _unwell(health)
             info = await http.get(f"{url}/server_info")
     except TimeoutError:
-        return Probe(problem=f"no answer to a probe in {timeout_s:g} s")
+        return Probe(problem=f"no answer to a probe in {timeout_s:g} s", silent=True)
     except httpx.TransportError as error:
         return Probe(problem=f"cannot be reached: {explain(error)}")
     said = _record(info) if info.status_code == 200 else {}

@@ -3,12 +3,17 @@ is said at once, and clients that go away."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from starlette.types import Receive
 
 from verst.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def listen(host: str, port: int, *, keys: str) -> socket.socket:
@@ -45,7 +50,25 @@ def url_of(sock: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-async def disconnected(receive: Receive) -> None:
-    """Returns when the client of a request is gone; the body must have been read."""
+class ClientGone(Exception):
+    """The client of a request went away before the work for it was done."""
+
+
+async def while_there(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """What the work returns or raises. When the client of the request, whose body must have been read, leaves before, the
+    work is cancelled and has ended when ClientGone is raised."""
+    job, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({job, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not job.done():
+            raise ClientGone
+        return job.result()
+    finally:
+        gone.cancel()
+        job.cancel()
+        await asyncio.wait({job})
+
+
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

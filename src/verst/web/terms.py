@@ -5,7 +5,8 @@
     verst-timeout-s: 120.5           seconds that are left for the answer
 
 They say nothing about the sample, so they are no fields of the request; a server that does not know them ignores them.
-The answer says in `verst-weight-version` what made it.
+The answer says in `verst-weight-version` what made it, and that of a router which engine did, and how often it was begun
+anew because an engine was lost over it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from verst.errors import RequestError
 WEIGHT_VERSION = "verst-weight-version"
 MIN_WEIGHT_VERSION = "verst-min-weight-version"
 TIMEOUT = "verst-timeout-s"
+ENGINE = "verst-engine"
+REISSUED = "verst-reissued"
+SHARED = "application/vnd.verst.shared+msgpack"
+"""Content type of answers in the shared memory of one host (engine.transport)."""
 T = TypeVar("T", int, float)
 
 
