@@ -17,9 +17,12 @@ import torch
 from loop_fixtures import on_a_loop
 from run_fixtures import base_tables, recipe_with, tiny_model, write_recipe
 from torch import Tensor
+from trainer_fixtures import LORA, one_rank, shares_of
 
 import verst
 from verst.errors import ConfigError, InvariantError, RequestError, SyncError
+from verst.loops.run_folder import RunFolder
+from verst.trainer.checkpoint import publish
 
 
 def sft_recipe(folder: Path, **run: Any) -> verst.SftRecipe:
@@ -75,6 +78,7 @@ def test_importing_verst_and_loading_a_recipe_loads_no_torch(tmp_path: Path) -> 
 def test_every_name_that_is_listed_is_there() -> None:
     names = {name for name in dir(verst) if not name.startswith("_")}
     assert {"Recipe", "train", "events", "stream", "Engine", "Trainer", "Result", "with_rewards", "picture"} <= names
+    assert {"plan", "simulate", "evaluate", "export", "triage", "trace", "replay", "explain_ratio"} <= names
     for name in names:
         assert getattr(verst, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
@@ -253,6 +257,134 @@ def test_an_rl_run_beside_an_event_loop_with_a_reward_of_ones_own(tmp_path: Path
     assert complete == "True"
     assert 0 < float(reward) < 1
     assert 'path = "run_rewards:bright"' in (tmp_path / folder / "recipe.toml").read_text()
+
+
+# ------------------------------------------------------------------------------------------------- before and after a run
+
+
+def test_a_plan_is_a_record(tmp_path: Path) -> None:
+    recipe = recipe_with(tmp_path)
+    light = verst.plan(recipe)
+    assert light.batch is not None
+    # 2 prompts x 4 samples, two of four steps trained; 8 pairs an optimizer step and rank in tiles of 2.
+    assert (light.batch.samples, light.batch.microgroups, light.batch.pairs, light.batch.exact_ratio) == (
+        8,
+        4,
+        16,
+        True,
+    )
+    assert [(p.role, p.count) for p in light.processes][:3] == [("engine", 1), ("trainer", 1), ("parser", 1)]
+    assert (light.recipe, light.steps, light.memory) == (recipe, None, None)
+    whole = verst.plan(recipe, steps=True, memory=True)
+    assert whole.steps is not None
+    assert whole.memory is not None
+    (visual,) = whole.steps.values()
+    assert (len(visual.rows), visual.rows[0].sigma) == (4, 1.0)
+    assert (visual.low, visual.high) == (0, 3)
+    assert whole.memory.trainer_peak_bytes >= sum(i.bytes for i in whole.memory.trainer if i.phase == "always") > 0
+    supervised = verst.plan(sft_recipe(tmp_path))
+    assert (supervised.batch, supervised.processes) == (None, ())
+    with pytest.raises(ConfigError, match="SFT runs in one process"):
+        verst.plan(sft_recipe(tmp_path), memory=True)
+    with pytest.raises(ConfigError, match=r"steps need sampling\.height and sampling\.width"):
+        verst.plan(recipe_with(tmp_path, "sampling={num_steps=4}"), steps=True)
+
+
+def test_a_simulation_is_a_record(tmp_path: Path) -> None:
+    recipe = recipe_with(tmp_path)
+    times = {"generate_s": 3.0, "train_s": 8.0, "sync_s": 1.0, "rewards": {"jpeg_size": {"sample_s": 0.0}}}
+    found = verst.simulate(recipe, times=times, gpus=[1, 2])
+    # One engine makes 4 microgroups one after the other; twice as many GPUs, in turns, take half the time.
+    assert found.result.step_s == pytest.approx(4 * 3.0 + 8.0 + 1.0)
+    assert [(size.gpus, size.counts.engines, size.counts.trainer_ranks) for size in found.sizes] == [
+        (1, 1, 1),
+        (2, 2, 2),
+    ]
+    assert found.sizes[1].result.step_s == pytest.approx(2 * 3.0 + 4.0 + 1.0)
+    for given, says in (
+        ({}, "--from RUN, a run that was measured, or --times FILE"),
+        ({"times": times, "run": tmp_path}, "not both"),
+        ({"times": times, "gpus": [0]}, "must be numbers from 1"),
+        ({"run": tmp_path}, "no spans of a rollout"),
+        ({"times": {**times, "rewards": {}}}, "rewards jpeg_size are not known, only of: none"),
+        ({"times": {**times, "sync": 1.0}}, "sync.*did you mean 'sync_s'"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            verst.simulate(recipe, **given)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with checkpoints of two iterations, the first of them the best, made without Ray."""
+    folder = tmp_path_factory.mktemp("run")
+    recipe = recipe_with(folder, LORA, "trainer.lr=1e-2", "checkpoint.keep_best=true")
+    made = RunFolder(recipe)
+    with one_rank(recipe) as trainer:
+        for iteration in (1, 2):
+            trainer.update(shares_of(recipe, rollout=iteration)[0])
+            trainer.save(made.checkpoints, iteration)
+            publish(made.checkpoints, iteration, {"iteration": iteration}, keep=2, best=1)
+    made.close()
+    return made.path
+
+
+def test_checkpoints_are_listed_and_exported(run: Path, tmp_path: Path) -> None:
+    assert [(c.iteration, c.folder.name, c.best) for c in verst.checkpoints(run)] == [
+        (1, "step_00000001", True),
+        (2, "step_00000002", False),
+    ]
+    lora = verst.export(run, tmp_path / "lora", checkpoint="best")
+    assert (lora.folder, lora.what, lora.checkpoint.name) == (tmp_path / "lora", "lora", "step_00000001")
+    assert (lora.folder / "pytorch_lora_weights.safetensors").exists()
+    pipeline = verst.export(run, str(tmp_path / "model"), what="pipeline", checkpoint=2)
+    assert (pipeline.what, pipeline.checkpoint.name) == ("pipeline", "step_00000002")
+    with verst.Engine(pipeline.folder, device="cpu") as merged, verst.Engine(run, device="cpu") as attached:
+        one, two = (e.generate("a cat", seed=1, guidance_scale=2.0, **SMALL)[0].media.int() for e in (merged, attached))
+    assert int((one - two).abs().max()) <= 1  # a merged and an attached LoRA, in 8 bits
+    for call, says in (
+        (lambda: verst.export(run, tmp_path / "lora"), "exists already"),
+        (
+            lambda: verst.export(run, tmp_path / "new", checkpoint=7),
+            r"no checkpoint of iteration 7; iterations saved: 1, 2",
+        ),
+        (lambda: verst.export(run, tmp_path / "new", ema=True), r"trainer\.ema_decay is unset"),
+        (lambda: verst.export(run, tmp_path / "new", what="all"), "what = 'all': valid: auto, lora, pipeline"),  # type: ignore[arg-type]
+        (lambda: verst.export(tmp_path, tmp_path / "new"), "is no run folder"),
+        (lambda: verst.checkpoints(tmp_path), "is no run folder"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            call()
+    assert not (tmp_path / "new").exists()
+
+
+def test_runs_and_recipes_are_evaluated(run: Path, tmp_path: Path) -> None:
+    newest = verst.evaluate(run)
+    assert newest.checkpoint == verst.checkpoints(run)[-1].folder
+    assert newest.metrics.keys() == {"reward/heldout", "reward/heldout/jpeg_size"}
+    recipe = verst.Recipe.load(run / "recipe.toml")
+    before = verst.evaluate(recipe)
+    assert before.checkpoint is None
+    assert before.metrics != newest.metrics != verst.evaluate(run, checkpoint="best").metrics
+    for call, says in (
+        (lambda: verst.evaluate(recipe, checkpoint=1), "checkpoint = 1: run is a recipe, whose untrained model"),
+        (lambda: verst.evaluate(recipe, ema=True), "ema: run is a recipe, whose untrained model"),
+        (lambda: verst.evaluate(sft_recipe(tmp_path)), "is an SFT recipe, which evaluates itself"),
+        (lambda: verst.evaluate(tmp_path), "is no run folder"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            call()
+
+
+def test_what_a_run_does_not_have_is_named(run: Path, tmp_path: Path) -> None:
+    for call, says in (
+        (lambda: verst.triage(run), r"spans\.jsonl is missing or holds no spans"),
+        (lambda: verst.trace(run), r"spans\.jsonl is missing or holds no spans"),
+        (lambda: verst.replay(run), r"has not made iteration 2"),
+        (lambda: verst.explain_ratio(run, 9, 0, 0), r"iteration 9 is not among 1\.\.3"),
+        (lambda: verst.write_page(tmp_path, tmp_path / "page.html"), "is no run folder and has none in it"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            call()
 
 
 # ------------------------------------------------------------------------------------------------- engine and trainer

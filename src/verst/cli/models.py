@@ -10,20 +10,12 @@ from typing import Any
 
 
 def evaluate(target: Path, overrides: Sequence[str], *, checkpoint: str, ema: bool) -> None:
-    from verst.config import RlRecipe, load_recipe
-    from verst.errors import ConfigError
-    from verst.loops.evaluate import evaluate_model
-    from verst.trainer.export import find_checkpoint
+    from verst.config import load_recipe
+    from verst.loops.evaluate import evaluate as evaluated
 
-    recipe = load_recipe(target / "recipe.toml" if target.is_dir() else target, overrides)
-    if not isinstance(recipe, RlRecipe):
-        raise ConfigError(f"{target} is an SFT recipe, which evaluates itself while it trains")
-    if checkpoint != "newest" and not target.is_dir():
-        raise ConfigError(
-            f"--checkpoint {checkpoint}: {target} is a recipe, whose untrained model is evaluated; name a run"
-        )
-    folder = find_checkpoint(target, checkpoint) if target.is_dir() else None
-    for name, value in asyncio.run(evaluate_model(recipe, checkpoint=folder, ema=ema)).items():
+    run = target if target.is_dir() else None
+    recipe = load_recipe(target if run is None else run / "recipe.toml", overrides)
+    for name, value in asyncio.run(evaluated(recipe, run, checkpoint=checkpoint, ema=ema)).metrics.items():
         print(f"{name}: {value:.6g}")
 
 
@@ -74,4 +66,5 @@ def export(run: Path, out: Path, *, what: str, checkpoint: str, ema: bool) -> No
     from verst.loops.run_folder import stored_rl_recipe
     from verst.trainer.export import export as write
 
-    print(write(run, stored_rl_recipe(run), out, what=what, which=checkpoint, ema=ema))  # type: ignore[arg-type]
+    made = write(run, stored_rl_recipe(run), out, what=what, which=checkpoint, ema=ema)  # type: ignore[arg-type]
+    print(made.folder)

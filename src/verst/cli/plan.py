@@ -24,37 +24,21 @@ def run(recipe: Recipe, console: Console | None = None) -> None:
 
 def print_steps(recipe: Recipe, console: Console | None = None) -> None:
     """The model's sigma grid: size and noise of each step, and which of them the recipe may train."""
-    import torch
-
-    from verst.families import Geometry, recognise
-    from verst.flow.controller import make_transition
-    from verst.flow.steps_table import propose_window, step_rows
+    from verst.loops.planned import steps_of
 
     console = console or Console()
-    family = recognise(recipe.model.path)
-    parts = family.load(recipe.model.path, parts=("scheduler",), dtype=torch.float32, device=torch.device("cpu"))
-    sampling = recipe.sampling
-    if sampling.height is None or sampling.width is None:
-        raise ConfigError("--steps needs sampling.height and sampling.width: the grid depends on the size")
-    geometry = Geometry(height=sampling.height, width=sampling.width, num_frames=sampling.num_frames, fps=sampling.fps)
-    grids = family.schedule(parts, geometry, num_steps=sampling.num_steps, shift=sampling.sigma_shift)
-    transition = make_transition(sampling.transition.type, sampling.transition.eta)
-    for stream, scheduler in grids.items():
-        rows = step_rows(scheduler.sigmas, transition)
-        table = Table(title=f"steps of {stream} ({sampling.transition.type})", title_justify="left")
+    for stream, steps in steps_of(recipe).items():
+        table = Table(title=f"steps of {stream} ({recipe.sampling.transition.type})", title_justify="left")
         for column in ("step", "sigma", "|d sigma|", "noise std"):
             table.add_column(column, justify="right")
-        for row in rows:
+        for row in steps.rows:
             table.add_row(str(row.index), f"{row.sigma:.4f}", f"{row.size:.4f}", f"{row.noise_std:.4f}")
         console.print(table)
-        low, high = propose_window(rows, size=2)
-        console.print(f"steps with noise worth training: low = {low}, high = {high}", highlight=False)
+        console.print(f"steps with noise worth training: low = {steps.low}, high = {steps.high}", highlight=False)
 
 
 def print_memory(recipe: Recipe, console: Console | None = None) -> None:
     """GiB of each item, what is in host memory apart, and the most that a GPU has to give at a time."""
-    if not isinstance(recipe, RlRecipe):
-        raise ConfigError("--memory is for RL recipes: SFT runs in one process and has its own model on it alone")
     from verst.loops.memory_plan import memory_plan
     from verst.trainer.estimate import gib, host_of, peak_of
 
@@ -81,8 +65,9 @@ def print_simulation(
     gpus: str,
     as_json: bool,
 ) -> None:
-    """How long an iteration takes, on how many GPUs; see `verst.cli.simulate`. gpus: numbers with commas between."""
-    from verst.cli.simulate import run as simulate
+    """How long an iteration takes, on how many GPUs. gpus: numbers with commas between."""
+    from verst.cli.simulate import show
+    from verst.loops.simulate import simulation
 
     try:
         numbers = [int(number) for number in gpus.split(",")]
@@ -90,8 +75,8 @@ def print_simulation(
         numbers = [0]
     if min(numbers) < 1:
         raise ConfigError(f"--gpus {gpus} must be numbers from 1 with commas between, e.g. 8,64")
-    console = console or Console()
-    simulate(recipe, source=source, times=times, gpus=numbers, as_json=as_json, console=console)
+    found = simulation(recipe, run=source, times=times, gpus=numbers)
+    show(found, as_json=as_json, console=console or Console())
 
 
 def _batch_table(recipe: RlRecipe) -> Table:

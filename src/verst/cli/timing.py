@@ -8,13 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verst.cli.simulate import rewards_of, run_of
-from verst.config.placement import ColocatedPlacement
-from verst.config.recipe import RlRecipe
-
 if TYPE_CHECKING:
-    from verst.obs.spans import Span
-    from verst.obs.triage import Setup, Triage, Use
+    from verst.obs.triage import Triage, Use
 
 _PHASES = {
     "wait": "waiting for the rollout",
@@ -28,44 +23,22 @@ _PHASES = {
 
 
 def trace(run: Path, out: Path | None) -> None:
-    from verst.obs.trace import write_trace
+    from verst.loops.timing import trace_run
 
-    spans = spans_of(run)
-    path = out or run / "trace.json"
-    write_trace(spans, path)
-    print(f"{path}: {len(spans)} spans; open it at https://ui.perfetto.dev or in chrome://tracing")
+    path, spans = trace_run(run, out)
+    print(f"{path}: {spans} spans; open it at https://ui.perfetto.dev or in chrome://tracing")
 
 
 def triage(run: Path, *, as_json: bool) -> None:
-    from verst.config import load_recipe
-    from verst.errors import ConfigError
-    from verst.obs.triage import triage as found_in
+    from verst.loops.timing import triage_run
 
-    spans = spans_of(run, newest=True)
-    recipe = load_recipe(run / "recipe.toml")
-    if not isinstance(recipe, RlRecipe):
-        raise ConfigError(f"{run} is an SFT run; only RL runs have rollouts to look at")
-    result = found_in(spans, setup_of(recipe))
+    result = triage_run(run)
     if as_json:
         print(json.dumps(dataclasses.asdict(result), indent=1))
         return
     print(f"{run}: {result.iterations} iterations of {_s(result.iteration_s)} on average were looked at")
     for line in in_words(result):
         print(line)
-
-
-def setup_of(recipe: RlRecipe) -> Setup:
-    """What triage has to know of a recipe."""
-    from verst.obs.triage import Setup
-
-    return Setup(
-        run=run_of(recipe),
-        engines=recipe.engine.num,
-        parsers=recipe.rollout.parsers.num,
-        rewards=rewards_of(recipe),
-        trainer_ranks=recipe.trainer.ranks,
-        may_overlap=not isinstance(recipe.cluster.placement, ColocatedPlacement),
-    )
 
 
 def in_words(found: Triage) -> Iterator[str]:
@@ -115,14 +88,3 @@ def _who(use: Use) -> str:
 
 def _s(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
-
-
-def spans_of(run: Path, *, newest: bool = False) -> list[Span]:
-    """newest: of the process that was started last. Raises ConfigError for a folder without any."""
-    from verst.errors import ConfigError
-    from verst.obs.spans import FILE, read_spans
-
-    spans = read_spans(run, newest=newest)
-    if not spans:
-        raise ConfigError(f"{run / 'events' / FILE} is missing or holds no spans; name the folder of an RL run")
-    return spans

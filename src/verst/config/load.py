@@ -39,9 +39,9 @@ def parse_recipe(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> Reci
     return _parse(_recipe_class(tables), tables)
 
 
-def load_stage_times(path: Path) -> StageTimes:
-    """What stages take, for `verst plan --simulate`. Raises ConfigError."""
-    return _parse(StageTimes, _read(path, "file of stage times"))
+def load_stage_times(source: Path | Mapping[str, Any]) -> StageTimes:
+    """What stages take, for `verst plan --simulate`: a TOML file, or the same as tables. Raises ConfigError."""
+    return _parse(StageTimes, _read(source, "file of stage times") if isinstance(source, Path) else dict(source))
 
 
 def _read(path: Path, what: str) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from verst.config.recipe import RlRecipe, gold_names
+from verst.config.recipe import Recipe, RlRecipe, gold_names
 from verst.engine.worker import Worker
+from verst.errors import ConfigError
 from verst.flow.determinism import make_deterministic
 from verst.loops.local_engine import local_pipeline
 from verst.loops.prompt_checks import check_prompts
@@ -16,8 +18,34 @@ from verst.rewards.local import local_pools
 from verst.rollout.plan import plan_evaluation
 from verst.rollout.prompts import read_prompts
 from verst.rollout.scoring import Scorer
-from verst.trainer.export import load_trained
+from verst.trainer.export import find_checkpoint, load_trained
 from verst.trainer.rl import DTYPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    metrics: dict[str, float]
+    """Means over the held-out prompts, by the names of docs/metrics.md."""
+    checkpoint: Path | None
+    """Whose weights they are; None: those that the recipe starts from."""
+
+
+async def evaluate(recipe: Recipe, run: Path | None, *, checkpoint: str, ema: bool) -> Evaluation:
+    """A checkpoint of a run; without one the model that the recipe starts from.
+
+    checkpoint: as for `find_checkpoint`. ema: the moving average of the weights. Raises ConfigError for a recipe of SFT, a
+    checkpoint that is not there, and what an untrained model cannot have.
+    """
+    if not isinstance(recipe, RlRecipe):
+        raise ConfigError(f"{run or recipe.run.name} is an SFT recipe, which evaluates itself while it trains")
+    if run is None:
+        for asked, said in ((checkpoint != "newest", f"checkpoint = {checkpoint}"), (ema, "ema")):
+            if asked:
+                raise ConfigError(
+                    f"{said}: {recipe.run.name} is a recipe, whose untrained model is evaluated; name a run"
+                )
+    folder = None if run is None else find_checkpoint(run, checkpoint)
+    return Evaluation(metrics=await evaluate_model(recipe, checkpoint=folder, ema=ema), checkpoint=folder)
 
 
 async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool) -> dict[str, float]:

@@ -14,13 +14,13 @@ from verst.algorithms import make_algorithm
 from verst.algorithms.base import Follows
 from verst.config import sections as s
 from verst.config.plan import batch_plan
-from verst.config.recipe import RlRecipe
+from verst.config.recipe import Recipe, RlRecipe
 from verst.errors import ConfigError, ModelError
 from verst.families import recognise
 from verst.families.base import TakesImages
 from verst.families.skeleton import Skeletons
 from verst.rollout.prompts import read_prompts
-from verst.trainer.estimate import WORKSPACE, Copies, HeldGradient, Item, Sizes, trainer_items
+from verst.trainer.estimate import WORKSPACE, Copies, HeldGradient, Item, Sizes, peak_of, trainer_items
 from verst.trainer.footprint import inputs_of, trace_forward, trace_tile
 from verst.trainer.forward import Forward
 from verst.trainer.recompute import recompute_blocks
@@ -36,12 +36,23 @@ class MemoryPlan:
     engine: list[Item]
     """Of one engine."""
 
+    @property
+    def trainer_peak_bytes(self) -> int:
+        """The most that one rank has on its GPU at a time."""
+        return peak_of(self.trainer)
 
-def memory_plan(recipe: RlRecipe) -> MemoryPlan:
+    @property
+    def engine_peak_bytes(self) -> int:
+        return peak_of(self.engine)
+
+
+def memory_plan(recipe: Recipe) -> MemoryPlan:
     """Traces one tile and one forward of an engine.
 
-    Raises ModelError for a family whose shapes depend on values, ConfigError for layers that are cut over ranks.
+    Raises ModelError for a family whose shapes depend on values, ConfigError for layers that are cut over ranks and for SFT.
     """
+    if not isinstance(recipe, RlRecipe):
+        raise ConfigError("--memory is for RL recipes: SFT runs in one process and has its own model on it alone")
     family = recognise(recipe.model.path, fp32_modules=recipe.model.fp32_modules)
     if isinstance(family, TakesImages) and family.num_images > 0:
         raise ModelError(f"{family.name} takes condition images, whose share of memory --memory cannot tell")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import diffusers
 import torch
@@ -22,6 +23,14 @@ from verst.trainer.rl import lora_spec
 from verst.weights.lora import ADAPTER, adaptable, attach_lora
 
 What = Literal["auto", "lora", "pipeline"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    folder: Path
+    what: Literal["lora", "pipeline"]
+    checkpoint: Path
+    """Whose weights they are."""
 
 
 def find_checkpoint(run: Path, which: str = "newest") -> Path:
@@ -69,13 +78,16 @@ def load_trained(module: nn.Module, recipe: RlRecipe, folder: Path, *, ema: bool
     module.requires_grad_(False)
 
 
-def export(run: Path, recipe: RlRecipe, out: Path, *, what: What, which: str, ema: bool) -> Path:
+def export(run: Path, recipe: RlRecipe, out: Path, *, what: What, which: str, ema: bool) -> Exported:
     """Write `out` whole or not at all.
 
     lora: `pytorch_lora_weights.safetensors`, for `pipeline.load_lora_weights(out)`.
-    which: the checkpoint, as for `find_checkpoint`.
     pipeline: a model folder for `DiffusionPipeline.from_pretrained(out)`, a LoRA merged into it in fp32.
+    auto: lora where one was trained. which: the checkpoint, as for `find_checkpoint`.
+    Raises ConfigError where `out` exists, or there is no such checkpoint, LoRA or moving average.
     """
+    if what not in get_args(What):
+        raise ConfigError(f"what = {what!r}: valid: {', '.join(get_args(What))}")
     is_lora = isinstance(recipe.model.finetune, s.LoraFinetune)
     if what == "lora" and not is_lora:
         raise ConfigError(f"{run} trained the whole transformer, so there is no LoRA; use --what pipeline")
@@ -85,18 +97,19 @@ def export(run: Path, recipe: RlRecipe, out: Path, *, what: What, which: str, em
     family = recognise(recipe.model.path)
     components = family.load(recipe.model.path, parts=("transformer",), dtype=torch.float32, device=torch.device("cpu"))
     load_trained(components.transformer, recipe, folder, ema=ema)
+    made: Literal["lora", "pipeline"] = "lora" if is_lora and what != "pipeline" else "pipeline"
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.parent.mkdir(parents=True, exist_ok=True)
     try:
-        if is_lora and what in ("auto", "lora"):
+        if made == "lora":
             write_lora(components.transformer, recipe.model.path, partial)
         else:
             _write_pipeline(components.transformer, recipe.model.path, partial, merge=is_lora)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return out
+    return Exported(folder=out, what=made, checkpoint=folder)
 
 
 def write_lora(module: nn.Module, model: Path, out: Path) -> list[Path]:
