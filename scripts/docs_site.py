@@ -6,7 +6,6 @@ A hook of MkDocs (mkdocs.yml). Nothing that it makes is kept in the repository, 
 from __future__ import annotations
 
 import re
-import tomllib
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from verst.cli import recipes
 from verst.cli.main import app
 from verst.cli.recipe_text import toml_value
 from verst.config import RlRecipe, SftRecipe
@@ -165,11 +165,10 @@ def _bounds(metadata: Any) -> list[str]:
 def recipes_page() -> str:
     """What stands on top of each recipe: what it is for, what it needs, what to expect."""
     lines = ["# Recipes", "", "In `recipes/`; any key can be overridden on the command line.", ""]
-    for path in sorted((ROOT / "recipes").glob("*.toml")):
-        text = path.read_text()
-        told = [line.removeprefix("#").strip() for line in text.split("\n\n")[0].splitlines() if line.startswith("#")]
-        kind = tomllib.loads(text)["algorithm"]["type"]
-        lines += [f"## {path.stem}", "", f"`{kind}`. {' '.join(told)}", "", f"    verst train recipes/{path.name}", ""]
+    for path in recipes.paths():
+        row = recipes.listed(path)
+        lines += [f"## {row.name}", "", f"`{row.algorithm}`. {row.what} {row.result}", ""]
+        lines += [f"    verst train recipes/{path.name}", ""]
     return "\n".join(lines)
 
 

@@ -472,7 +472,7 @@ def test_the_order_of_what_is_kept_is_coarse_to_fine():
     assert (spread_order([]), spread_order([3])) == ([], [3])
 
 
-def test_the_files_of_the_page_are_in_the_wheel(tmp_path):
+def test_the_files_of_the_page_and_the_recipes_are_in_the_wheel(tmp_path):
     build = (
         "import sys; from setuptools import setup; sys.argv = ['setup.py', '-q', 'build', '-b', sys.argv[1]]; setup()"
     )
@@ -480,3 +480,7 @@ def test_the_files_of_the_page_are_in_the_wheel(tmp_path):
     subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=root, check=True, capture_output=True)
     shipped = {path.name for path in (tmp_path / "lib" / "verst" / "dashboard" / "static").iterdir()}
     assert shipped == {path.name for path in STATIC.iterdir()}
+    recipes = [path.relative_to(root) for path in (root / "recipes").iterdir()]
+    assert [(tmp_path / "lib" / "verst" / path).read_text() for path in recipes] == [
+        (root / path).read_text() for path in recipes
+    ]

@@ -1,4 +1,4 @@
-"""`verst`: doctor, init, convert-recipe, train, plan, replay, chaos, explain-ratio, trace, triage, eval, generate, serve, router, export,
+"""`verst`: doctor, init, recipes, convert-recipe, train, plan, replay, chaos, explain-ratio, trace, triage, eval, generate, serve, router, export,
 dashboard, tiny, bench, completion."""
 
 from __future__ import annotations

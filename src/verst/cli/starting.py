@@ -11,6 +11,7 @@ import typer
 def add_commands(app: typer.Typer) -> None:
     app.command()(doctor)
     app.command()(init)
+    app.command()(recipes)
     app.command("convert-recipe")(convert_recipe)
     app.command()(completion)
 
@@ -53,6 +54,16 @@ def init(
         algorithm=algorithm, reward=reward, reward_path=reward_path, train=train, heldout=heldout, full=full
     )
     command.run(model, out=out, wishes=wishes, yes=yes)
+
+
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Print this one, e.g. to redirect it into a file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """List the recipes that come with verst: algorithm, model, what each needs and gives; or print one."""
+    from verst.cli import recipes as command
+
+    command.run(name, as_json=as_json)
 
 
 def convert_recipe(

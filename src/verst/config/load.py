@@ -13,6 +13,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from verst.config.checks import did_you_mean
 from verst.config.recipe import Recipe, RlRecipe, SftRecipe
 from verst.config.stage_times import StageTimes
 from verst.errors import ConfigError
@@ -72,7 +73,7 @@ def _recipe_class(data: dict[str, Any]) -> type[Recipe]:
     if kind is None:
         return RlRecipe
     if not isinstance(kind, str) or kind not in classes:
-        raise ConfigError(f"algorithm.type = {kind!r}{_nearest_value(kind, list(classes))}")
+        raise ConfigError(f"algorithm.type = {kind!r}{did_you_mean(kind, list(classes))}")
     return classes[kind]
 
 
@@ -148,9 +149,9 @@ def _explain(model: type[BaseModel], data: dict[str, Any], error: Any) -> str:
         tags = ", ".join(repr(_tag(table)) for table in _tables_at(model, loc))
         return f"{name}.type is missing; one of: {tags}"
     if kind == "union_tag_invalid":
-        return f"{name}.type = {context['tag']!r}{_nearest_value(context['tag'], _quoted(context['expected_tags']))}"
+        return f"{name}.type = {context['tag']!r}{did_you_mean(context['tag'], _quoted(context['expected_tags']))}"
     if kind == "literal_error":
-        return f"{name} = {value!r}{_nearest_value(value, _quoted(context['expected']))}"
+        return f"{name} = {value!r}{did_you_mean(value, _quoted(context['expected']))}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return f"{name} = {value!r} must be a table with keys such as {', '.join(_keys_at(model, loc)[:4])}"
     return f"{name} = {value!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
@@ -160,12 +161,6 @@ def _nearest_key(key: str, valid: Sequence[str]) -> str:
     names = {name: name for name in valid} | {k: v for k, v in _SYNONYMS.items() if v in valid}
     close = difflib.get_close_matches(key, list(names), n=1, cutoff=0.5)
     return f"did you mean {names[close[0]]!r}?" if close else f"valid keys here: {', '.join(sorted(valid))}"
-
-
-def _nearest_value(value: Any, valid: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(value), valid, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f": {hint}valid: {', '.join(map(repr, valid))}"
 
 
 def _quoted(text: str) -> list[str]:
