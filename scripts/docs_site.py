@@ -6,6 +6,7 @@ A hook of MkDocs (mkdocs.yml). Nothing that it makes is kept in the repository, 
 from __future__ import annotations
 
 import re
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,11 @@ from verst.config import RlRecipe, SftRecipe
 from verst.config.load import models_in
 
 ROOT = Path(__file__).parents[1]
+# A hook is loaded by its file's path, which makes no package of its folder.
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from docs_api import api_page  # noqa: E402
+
 _UP = re.compile(r"\]\(\.\./([^)#]+)")
 _NAMED = re.compile(r"(?<!\[)`docs/(\w+\.md)`")
 
@@ -38,10 +44,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/keys.md": keys_page(),
         "reference/commands.md": commands_page(),
         "reference/recipes.md": recipes_page(),
+        "reference/python.md": api_page(),
     }
     for uri, text in made.items():
         files.append(File.generated(config, uri, content=text))
-    linked = {name for page in files.documentation_pages() for name in _UP.findall(page.content_string)}
+    written = [page for page in files.documentation_pages() if "/" not in page.src_uri]
+    linked = {name for page in written for name in _UP.findall(page.content_string)}
     for name in sorted(linked):
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
     return files

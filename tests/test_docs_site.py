@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
+import verst
+from verst import errors
 from verst.config import RlRecipe, SftRecipe
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +63,12 @@ def test_every_page_of_docs_is_there(site: Path) -> None:
     written = {page.with_suffix(".html").name for page in (ROOT / "docs").glob("*.md")}
     made = {"index.html", "architecture.html"}
     assert {page.name for page in site.glob("*.html")} == written | made | {"404.html"}
-    assert {page.name for page in (site / "reference").iterdir()} == {"keys.html", "commands.html", "recipes.html"}
+    assert {page.name for page in (site / "reference").iterdir()} == {
+        "keys.html",
+        "commands.html",
+        "recipes.html",
+        "python.html",
+    }
 
 
 def test_links_lead_somewhere(pages: dict[Path, Links]) -> None:
@@ -96,6 +107,57 @@ def test_keys_and_recipes_are_all_told(site: Path) -> None:
     for path in (ROOT / "recipes").glob("*.toml"):
         assert f"verst train recipes/{path.name}" in recipes
         assert tomllib.loads(path.read_text())["algorithm"]["type"] in recipes
+
+
+def test_the_python_api_is_all_told(site: Path, pages: dict[Path, Links]) -> None:
+    path = site / "reference/python.html"
+    page, anchors = path.read_text(), pages[path].anchors
+    headings = set(re.findall(r'<h3 id="[\w.]+"><code>([\w.]+)</code>', page))
+    assert {f"verst.{name}" for name in verst._MODULE_OF} - headings == set()
+    for name, error in vars(errors).items():
+        assert not isinstance(error, type) or f"<code>{name}(" in page
+    # A default, a keyword, a type, a field with its docstring, and a method.
+    plain = re.sub(r"<[^>]+>", "", page)
+    assert "checkpoint: str | int = 'newest'" in plain
+    field = "<li><strong><code>iterations</code></strong> <code>int</code>: Done and reported.</li>"
+    assert field in page
+    assert "microgroup(" in plain
+    # Whatever record of ours a signature or a field of the page names is on the page.
+    told = {anchor: _object(anchor) for anchor in anchors if anchor.startswith("verst.")}
+    lacking = {
+        f"{anchor}: {found.__qualname__}"
+        for anchor, target in told.items()
+        for found in _classes_in(target)
+        if found not in told.values()
+    }
+    assert lacking == set()
+
+
+def _object(anchor: str) -> Any:
+    module, _, name = anchor.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _classes_in(target: Any) -> set[type]:
+    """Dataclasses and protocols of verst in the annotations of a function, or of the fields and methods of a class."""
+    module = sys.modules[getattr(target, "__module__", "builtins")]
+    members = [target, *vars(target).values()] if isinstance(target, type) else [target]
+    members = [getattr(member, "fget", None) or getattr(member, "__func__", member) for member in members]
+    words = {
+        word
+        for member in members
+        for name, annotation in getattr(member, "__annotations__", {}).items()
+        if not name.startswith("_")
+        for word in re.findall(r"\w+", str(annotation))
+    }
+    found = {getattr(module, word, None) for word in words}
+    return {
+        kind
+        for kind in found
+        if isinstance(kind, type)
+        and kind.__module__.startswith("verst.")
+        and (dataclasses.is_dataclass(kind) or getattr(kind, "_is_protocol", False) or issubclass(kind, tuple))
+    }
 
 
 def test_make_docs_refuses_what_leads_nowhere(tmp_path: Path) -> None:

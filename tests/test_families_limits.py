@@ -12,7 +12,8 @@ import torch
 from family_fixtures import generate, request_of, tiny_folder, tiny_image, tiny_worker
 
 from verst.engine.resolve import resolve
-from verst.errors import PromptError, RequestError
+from verst.engine.worker import Worker
+from verst.errors import ConfigError, ModelError, PromptError, RequestError
 from verst.families import recognise
 from verst.types import Geometry
 
@@ -138,3 +139,33 @@ def test_sana_reads_its_instruction_before_a_prompt_and_not_before_a_negative_on
     )
     assert positive["encoder_hidden_states"].shape == negative["encoder_hidden_states"].shape
     assert not torch.equal(positive["encoder_hidden_states"], negative["encoder_hidden_states"])
+
+
+def test_a_family_of_an_installed_package_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info, folder = tmp_path / "own_family-1.0.dist-info", tmp_path / "model"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-family\nVersion: 1.0\n")
+    lines = ["[verst.families]", "OwnPipeline = own_family:Own", "BrokenPipeline = own_family:Absent"]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    (tmp_path / "own_family.py").write_text(
+        "from verst.families.sd3 import Sd3\n\n\nclass Own(Sd3):\n    name = 'own'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    shutil.copytree(tiny_folder("sd3"), folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": "OwnPipeline"}))
+    worker, request = Worker(folder), request_of("sd3", rollout=False)
+    assert worker.family.name == "own"
+    own, theirs = generate(worker, request), generate(tiny_worker("sd3"), request)
+    assert torch.equal(own.samples[0].media, theirs.samples[0].media)
+    for name, error, says in (
+        (
+            "BrokenPipeline",
+            ConfigError,
+            r"_class_name of .* = 'BrokenPipeline': .*own_family:Absent cannot be imported",
+        ),
+        ("OtherPipeline", ModelError, r"is a OtherPipeline; known pipelines: .*FluxPipeline, .*OwnPipeline"),
+    ):
+        (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": name}))
+        with pytest.raises(error, match=says):
+            recognise(folder)

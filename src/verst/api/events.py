@@ -62,6 +62,7 @@ class RunEnded:
 
 
 Event = IterationDone | AlarmRaised | HeldOutSampled | CheckpointSaved | RunEnded
+"""What `events` and `stream` yield: of an iteration pictures, row, alarms, checkpoint."""
 
 
 async def events(run: str | Path | RlRecipe | SftRecipe, *, follow: bool = True) -> AsyncIterator[Event]:

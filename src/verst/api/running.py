@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Rewards = Mapping[str, Callable[..., Any]]
+"""Name -> function `f(media, prompts)` or class, at the top level of a module."""
 
 
 def train(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from verst.config.plugins import load_object
 from verst.errors import ModelError
 from verst.families.base import ALL_PARTS, Components, Family, Part, SamplingDefaults
 from verst.families.cosmos3 import Cosmos3
@@ -52,6 +55,8 @@ FAMILIES: dict[str, Family] = {
     "Cosmos2_5_PredictBasePipeline": CosmosPredict2(),
 }
 """Pipeline class in the index -> family."""
+ENTRY_POINTS = "verst.families"
+"""Of installed packages: pipeline class -> a class without arguments, or an object, that is a Family."""
 
 __all__ = ["ALL_PARTS", "FAMILIES", "Components", "Family", "Geometry", "Part", "SamplingDefaults", "recognise"]
 
@@ -65,8 +70,9 @@ class PerCheckpoint(Protocol):
 
 
 def recognise(folder: Path, *, fp32_modules: Sequence[str] = ()) -> Family:
-    """The family of a diffusers folder. Raises ModelError, naming the file and what is known.
+    """The family of a diffusers folder: ours, or that of an installed package (ENTRY_POINTS).
 
+    Raises ModelError, naming the file and what is known, and ConfigError for an entry point that cannot be imported.
     fp32_modules: names to add to the family's own, see `Family.fp32_modules`.
     """
     index = index_file(folder)
@@ -76,9 +82,15 @@ def recognise(folder: Path, *, fp32_modules: Sequence[str] = ()) -> Family:
         raise ModelError(f"{index} does not exist: {folder} is no model folder in the diffusers layout") from None
     except (ValueError, KeyError) as error:
         raise ModelError(f"{index} is not a diffusers model index: {error!r}") from None
-    if name not in FAMILIES:
-        raise ModelError(f"{index} is a {name}; known pipelines: {', '.join(sorted(FAMILIES))}")
-    family = FAMILIES[name]
+    installed = entry_points(group=ENTRY_POINTS).names
+    if name in FAMILIES:
+        family = FAMILIES[name]
+    elif name in installed:
+        found: Any = load_object(name, group=ENTRY_POINTS, key=f"_class_name of {index}")
+        made: Any = found() if inspect.isclass(found) else found
+        family = made
+    else:
+        raise ModelError(f"{index} is a {name}; known pipelines: {', '.join(sorted({*FAMILIES, *installed}))}")
     family = family.for_checkpoint(folder) if isinstance(family, PerCheckpoint) else family
     if fp32_modules:
         family = copy.copy(family)

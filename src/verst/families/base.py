@@ -19,6 +19,7 @@ from verst.flow.scheduler import FlowMatchEulerDiscreteScheduler
 from verst.types import Conditioning, Geometry, Latents
 
 Part = Literal["transformer", "text", "autoencoder", "scheduler"]
+"""Of a model folder; `text`: encoders and tokenizers."""
 ALL_PARTS: tuple[Part, ...] = ("transformer", "text", "autoencoder", "scheduler")
 SOME_IMAGES = -1
 """`Family.num_images`: one or more."""

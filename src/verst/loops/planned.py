@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verst.config.plan import BatchPlan, ProcessPlan, batch_plan, process_plan
-from verst.config.recipe import Recipe, RlRecipe
+from verst.config.recipe import Recipe, RlRecipe, SftRecipe
 from verst.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class StreamSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    recipe: Recipe
+    recipe: RlRecipe | SftRecipe
     """Its files found, every default filled in."""
     batch: BatchPlan | None
     """None of SFT, which has no rollouts."""

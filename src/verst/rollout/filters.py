@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from verst.config import filters as c
 from verst.config.plugins import load_object
@@ -65,8 +65,18 @@ def _reward_range(config: c.RewardRangeFilter, weights: Mapping[str, float]) -> 
     return keeps
 
 
+class FilterFunction(Protocol):
+    """What a recipe brings along as a filter; options are those of its table."""
+
+    def __call__(self, rewards: GroupRewards, prompt: str, metadata: Mapping[str, Any], /, **options: Any) -> bool:
+        """True keeps a complete group.
+
+        rewards: reward name -> one value a sample, NaN where it failed. metadata: the other columns of the prompt's row.
+        """
+
+
 def _python(config: c.PythonFilter, weights: Mapping[str, float]) -> Keeps:
-    function: Any = load_object(config.path, group="verst.filters", key="rollout.filters.path")
+    function: FilterFunction = load_object(config.path, group="verst.filters", key="rollout.filters.path")
     if not callable(function):
         raise ConfigError(f"rollout.filters.path = {config.path!r} is {type(function).__name__}, not a function")
 
