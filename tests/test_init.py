@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 from cli_fixtures import here
+from PIL import Image
 from run_fixtures import WORDS, tiny_model
 
-from verst.cli.init import ALGORITHMS, Machine, Wishes, answered, fitted, look, recipe_tables
+from verst.cli.init import ALGORITHMS, Wishes, answered, fitted, recipe_tables
+from verst.cli.init_parts import Machine, look
+from verst.cli.init_sft import sft_tables
 from verst.cli.recipe_text import recipe_text, write_recipe
 from verst.config import load_recipe, parse_recipe
-from verst.config.recipe import RlRecipe
+from verst.config.recipe import RlRecipe, SftRecipe
 from verst.config.sections import ColocatedPlacement, NoSteps, WindowSteps
-from verst.errors import ConfigError
+from verst.errors import ConfigError, DataError
 from verst.families import Geometry, SamplingDefaults, recognise
 from verst.families.tiny import build_tiny
 from verst.loops.memory_plan import memory_plan
@@ -131,6 +134,11 @@ def test_questions_are_asked_only_for_what_was_not_said(tmp_path: Path) -> None:
         (Wishes(algorithm="ppo"), "--algorithm ppo is none that verst init writes; there are: flow_grpo"),
         (Wishes(reward="beauty"), "--reward beauty"),
         (Wishes(reward="pick_score"), "--reward pick_score needs --reward-path: the folder of the reward's model"),
+        (Wishes(algorithm="sft"), "--algorithm sft needs --data: a folder, a .jsonl"),
+        (Wishes(algorithm="nft", data=Path("a")), "--data a is for sft: nft learns from prompts, which --train names"),
+        (Wishes(data=Path("a"), train=Path("b")), "--train b is for prompts: sft learns from --data"),
+        (Wishes(data=Path("a"), heldout=Path("b")), "--heldout b is for prompts that a reward judges"),
+        (Wishes(data=Path("a"), reward="python"), "--reward python needs --reward-path: the module:function"),
     ],
 )
 def test_wishes_that_cannot_be_had(wishes: Wishes, words: str) -> None:
@@ -159,6 +167,101 @@ def test_the_command_writes_once_and_never_over(
     assert here(monkeypatch, "init", tiny_model(), "--out", tmp_path / "no" / "b.toml", "--yes") == 2
     assert f"folder {tmp_path / 'no'} does not exist" in capsys.readouterr().err
     assert not (tmp_path / "b.toml").exists()
+
+
+def pictures(folder: Path, count: int = 30) -> Path:
+    """A folder of pictures with captions, and one that has none."""
+    folder.mkdir()
+    for number in range(count):
+        Image.new("RGB", (64, 64), (number, 0, 0)).save(folder / f"{number:02d}.png")
+        (folder / f"{number:02d}.txt").write_text(f"a red square, number {number}")
+    Image.new("RGB", (64, 64)).save(folder / "alone.png")
+    return folder
+
+
+def test_sft_from_a_folder_is_a_recipe_that_can_be_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, source = tmp_path / "mine.toml", pictures(tmp_path / "pictures")
+    assert here(monkeypatch, "init", tiny_model(), "--out", out, "--data", source, "--yes") == 0
+    said, errors = capsys.readouterr()
+    assert "sd3 with sft" in said
+    assert "30 items were found, and 1 that cannot be used (data.on_bad_file); 3 are held out" in said
+    assert errors == ""
+    recipe = load_recipe(out)
+    assert isinstance(recipe, SftRecipe)
+    assert (recipe.data.type, recipe.data.heldout, recipe.rewards, recipe.prompts) == ("folder", 3, (), None)
+    assert (recipe.model.finetune.type, recipe.algorithm.batch_size) == ("lora", 16)
+    assert here(monkeypatch, "plan", out, "--memory") == 0
+    text = capsys.readouterr().out
+    assert "memory of the run, GiB" in text
+    assert "memory of an engine" not in text
+    rewarded = ("--reward", "jpeg_size", "--heldout", prompts(tmp_path)[1], "--full", "--yes")
+    other = tmp_path / "other.toml"
+    assert here(monkeypatch, "init", tiny_model(), "--out", other, "--data", source, *rewarded) == 0
+    recipe = load_recipe(other)
+    assert isinstance(recipe, SftRecipe)
+    assert ([r.type for r in recipe.rewards], recipe.model.finetune.type) == (["jpeg_size"], "full")
+    assert here(monkeypatch, "plan", other) == 0
+
+
+def test_a_source_is_known_by_its_name_and_may_be_still_to_come(tmp_path: Path) -> None:
+    family, defaults, geometry = look(tiny_model())
+
+    def table(source: Path) -> dict[str, object]:
+        tables, notes = sft_tables(
+            tiny_model(), "x", family, defaults, geometry, source, Machine(gpus=1, memory=GIB), full=False
+        )
+        assert notes == []
+        assert isinstance(parse_recipe(tables), SftRecipe)
+        data: dict[str, object] = tables["data"]
+        return data
+
+    assert table(tmp_path / "no")["type"] == "folder"
+    assert table(tmp_path / "no.parquet") == {
+        "type": "manifest",
+        "path": str(tmp_path / "no.parquet"),
+        "heldout": 16,
+        "cache": {"folder": "build/x_cache"},
+    }
+    assert table(tmp_path / "no" / "a-{00..12}.tar")["shards"] == str(tmp_path / "no" / "a-{00..12}.tar")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"--data .*empty: data\.type = folder: no usable item was found"):
+        table(tmp_path / "empty")
+
+
+def test_sizes_of_sft_follow_the_memory(tmp_path: Path) -> None:
+    family, defaults, geometry = look(tiny_model())
+    tables, _ = sft_tables(
+        tiny_model(), "x", family, defaults, geometry, tmp_path / "no", Machine(gpus=0, memory=0), full=False
+    )
+
+    def needed(rows: int, checkpointing: str) -> int:
+        trainer = {**tables["trainer"], "tile_size": rows, "activation_checkpointing": checkpointing}
+        return memory_plan(parse_recipe({**tables, "trainer": trainer})).trainer_peak_bytes
+
+    assert needed(8, "none") > needed(4, "none") > needed(4, "full") > needed(1, "full")
+    for memory, rows, checkpointing in (
+        (int(needed(8, "none") / 0.9) + 2, 8, "none"),
+        (int(needed(4, "none") / 0.9) + 2, 4, "none"),
+        (1, 1, "full"),
+    ):
+        got, note = fitted(tables, Machine(gpus=0, memory=memory))
+        assert (got["trainer"]["tile_size"], got["trainer"]["activation_checkpointing"]) == (rows, checkpointing)
+        assert got["eval"]["batch_size"] == rows
+        assert note.startswith("It takes about")
+
+
+def test_sft_is_asked_for_by_question_too() -> None:
+    asked = []
+
+    def ask(question: str, default: str) -> str:
+        asked.append(question.split(" (")[0].split(":")[0])
+        return {"Algorithm": "sft", "Pictures or clips with captions": "photos"}.get(asked[-1], default)
+
+    said = answered(Wishes(), ask)
+    assert asked == ["Algorithm", "Pictures or clips with captions", "Reward of held-out samples"]
+    assert (said.algorithm, said.data, said.reward, said.heldout) == ("sft", Path("photos"), None, None)
 
 
 def test_strings_are_written_as_toml(tmp_path: Path) -> None:

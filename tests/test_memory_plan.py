@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from family_fixtures import tiny_folder, velocity_case
 from rich.console import Console
 from run_fixtures import recipe_with
+from torch import nn
 from trainer_fixtures import LORA, one_rank
 
 from verst.cli.plan import print_memory
+from verst.config import parse_recipe
 from verst.config.sections import ParallelConfig
 from verst.errors import ConfigError, ModelError
-from verst.families import recognise
+from verst.families import ALL_PARTS, recognise
 from verst.families.skeleton import Skeletons
 from verst.loops.matrix import tiny_recipe
 from verst.loops.memory_plan import memory_plan
@@ -122,6 +124,46 @@ def test_checkpointing_and_a_lora_take_less(tmp_path: Path) -> None:
     assert peak_of(less) < peak_of(plain)
     assert "frozen reference" not in lora
     assert lora["optimizer state"] < {item.name: item.bytes for item in plain}["optimizer state"] / 10
+
+
+def test_a_supervised_run_holds_what_its_modules_hold(tmp_path: Path) -> None:
+    tiny = tiny_recipe("sd3", "flow_grpo", "lora", folder=tmp_path)
+    tables: dict[str, Any] = {
+        "run": {"name": "x", "iterations": 1},
+        "model": {"path": str(tiny.model.path), "max_sequence_length": 8, "dtype": "bfloat16"},
+        "sampling": {"height": 32, "width": 32, "num_steps": 2},
+        "data": {"type": "folder", "path": "none", "heldout": 1},
+        "algorithm": {"type": "sft", "batch_size": 4},
+        "trainer": {"tile_size": 2, "lr": 1e-3, "ema_decay": 0.9},
+    }
+
+    def items(**changes: dict[str, Any]) -> dict[str, Any]:
+        merged = {**tables, **{key: {**tables.get(key, {}), **value} for key, value in changes.items()}}
+        plan = memory_plan(parse_recipe(merged))
+        assert plan.engine == []
+        return {item.name: item.bytes for item in plan.trainer}
+
+    family = recognise(tiny.model.path)
+    parts = family.load(tiny.model.path, parts=ALL_PARTS, dtype=torch.bfloat16, device=torch.device("cpu"))
+    count = sum(p.numel() for p in parts.transformer.parameters())
+    full = items(model={"finetune": {"type": "full"}})
+    # Masters in fp32, and what autocast makes of them.
+    assert (full["weights"], full["weights in model.dtype"]) == (count * 4, count * 2)
+    assert (full["optimizer state"], full["moving average"], full["gradients, whole"]) == (
+        count * 8,
+        count * 4,
+        count * 4,
+    )
+    assert not {"gathered weights", "gradients of one block"} & set(full)
+    others = [m for name, m in parts.modules.items() if isinstance(m, nn.Module) and name != "transformer"]
+    real = sum(x.numel() * x.element_size() for m in others for x in [*m.parameters(), *m.buffers()])
+    assert full["text encoders and autoencoder"] == pytest.approx(real, rel=0.01)
+    lora = items(model={"finetune": {"type": "lora", "rank": 2, "alpha": 4.0}})
+    assert lora["optimizer state"] < full["optimizer state"] / 5
+    larger = items(model={"finetune": {"type": "full"}}, data={"buckets": {"sizes": [[32, 32], [64, 64]]}})
+    assert larger["activations"] > full["activations"]
+    with pytest.raises(ConfigError, match=r"trainer\.train_text_encoders = true: --memory cannot tell"):
+        items(trainer={"train_text_encoders": True}, model={"dtype": "float32"})
 
 
 def test_the_plan_is_printed(tmp_path: Path) -> None:

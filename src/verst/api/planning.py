@@ -20,9 +20,9 @@ def plan(recipe: RlRecipe | SftRecipe, *, steps: bool = False, memory: bool = Fa
     """The resolved recipe, its batch arithmetic and its processes. What `verst plan` prints; loads no model.
 
     steps: also the sigma grid of the model and which of its steps are worth training; reads the model's scheduler. memory:
-    also the bytes of a trainer rank and of an engine; traces shapes, reads no weights.
+    also the bytes of a trainer rank and of an engine, or of the one process of SFT; traces shapes, reads no weights.
 
-    Raises ConfigError where a file of the recipe is missing, for `steps` without a size and for `memory` of SFT; ModelError
+    Raises ConfigError where a file of the recipe is missing, and for `steps` without a size; ModelError
     for a folder without a model, and for `memory` of a family whose shapes depend on values.
     """
     from verst.loops.planned import make_plan

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from verst.cli.init_parts import Machine, gib, look, model_table, size_table, this_machine
+from verst.cli.init_sft import is_there, sft_tables
 from verst.cli.recipe_text import check_free, run_name, write_recipe
-from verst.config import RlRecipe, parse_recipe
-from verst.errors import ConfigError, RequestError, VerstError
+from verst.config import parse_recipe
+from verst.errors import ConfigError, VerstError
 
 if TYPE_CHECKING:
     from verst.families import Family, Geometry, SamplingDefaults
 
 ALGORITHMS = ("flow_grpo", "grpo_guard", "nft", "awm", "dpo", "online_sft")
+SFT = "sft"
 REWARDS = (
     "ocr",
     "jpeg_size",
@@ -30,10 +33,6 @@ REWARDS = (
 )
 WITH_PATH = REWARDS[5:]
 _TRAIN, _HELDOUT = Path("data/prompts/signs_train.txt"), Path("data/prompts/signs_heldout.txt")
-_SIDE = 512
-"""Pixels of an image, at most: published runs train at this size."""
-_FRAMES = 5
-"""Of a clip, at most: as short as they come, which every video family here can make."""
 _SHARE = 0.9
 """Of the memory; the rest is for what fragments and for other processes."""
 _TRIES: tuple[tuple[int, Literal["none", "full"]], ...] = (
@@ -53,15 +52,11 @@ class Wishes:
     reward: str | None = None
     reward_path: str | None = None
     train: Path | None = None
+    """Prompts; SFT has none."""
     heldout: Path | None = None
+    data: Path | None = None
+    """What SFT learns from."""
     full: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    gpus: int
-    memory: int
-    """Bytes of one GPU; without GPUs, of the host that are free."""
 
 
 def run(model: Path, *, out: Path, wishes: Wishes, yes: bool) -> None:
@@ -69,20 +64,29 @@ def run(model: Path, *, out: Path, wishes: Wishes, yes: bool) -> None:
     said = answered(wishes, None if yes or not sys.stdin.isatty() else ask_in_terminal)
     family, defaults, geometry = look(model)
     machine = this_machine()
-    tables = recipe_tables(model, out.stem, family, defaults, geometry, said, machine)
+    notes: list[str] = []
+    if said.data is None:
+        tables = recipe_tables(model, out.stem, family, defaults, geometry, said, machine)
+        if family.num_images:
+            notes.append("Prompts of this family name condition images: docs/prompts.md says how.")
+    else:
+        rewards = [_reward(said)] if said.reward else []
+        tables, notes = sft_tables(model, out.stem, family, defaults, geometry, said.data, machine, full=said.full)
+        tables |= {"rewards": rewards, "prompts": {"heldout": str(said.heldout)}} if rewards else {}
     tables, note = fitted(tables, machine)
     header = [
-        f"{family.name} with {said.algorithm}, written by verst init. {_where(machine)}",
+        f"{family.name} with {said.algorithm}, written by verst init. {machine}",
         note,
         f"Look at it first: verst plan {out}; verst doctor {out}. Then: verst train {out}",
+        *notes,
     ]
-    if family.num_images:
-        header.append("Prompts of this family name condition images: docs/prompts.md says how.")
     write_recipe(out, tables, header)
     print("\n".join([f"{out}: {header[0]}", *header[1:]]))
     for path in (said.train, said.heldout):
         if path is not None and not path.exists():
             print(f"verst: {path} does not exist yet; one prompt a line: docs/prompts.md", file=sys.stderr)
+    if said.data is not None and not is_there(said.data):
+        print(f"verst: {said.data} does not exist yet; docs/data.md says what is looked for", file=sys.stderr)
 
 
 def answered(wishes: Wishes, ask: Ask | None) -> Wishes:
@@ -91,60 +95,64 @@ def answered(wishes: Wishes, ask: Ask | None) -> Wishes:
     def choose(question: str, said: str | None, default: str) -> str:
         return said or (ask(question, default) if ask else default)
 
-    algorithm = choose(f"Algorithm ({', '.join(ALGORITHMS)})", wishes.algorithm, "flow_grpo")
+    known = (*ALGORITHMS, SFT)
+    algorithm = choose(f"Algorithm ({', '.join(known)})", wishes.algorithm, SFT if wishes.data else "flow_grpo")
+    _check("--algorithm", algorithm, known)
+    if algorithm == SFT:
+        return _answered_sft(wishes, ask)
+    if wishes.data is not None:
+        raise ConfigError(f"--data {wishes.data} is for {SFT}: {algorithm} learns from prompts, which --train names")
     reward = choose(f"Reward ({', '.join(REWARDS)})", wishes.reward, "ocr")
-    for option, value, known in (("--algorithm", algorithm, ALGORITHMS), ("--reward", reward, REWARDS)):
-        if value not in known:
-            raise ConfigError(f"{option} {value} is none that verst init writes; there are: {', '.join(known)}")
-    path = wishes.reward_path
-    if reward in WITH_PATH and path is None:
-        what = "module:function" if reward == "python" else "folder of the reward's model"
-        path = ask(f"Its {what}", "") if ask else ""
-        if not path:
-            raise ConfigError(f"--reward {reward} needs --reward-path: the {what}, see docs/rewards.md")
+    path = _reward_path(wishes, reward, ask)
     train = Path(choose("File of prompts to train on", _text(wishes.train), str(_TRAIN)))
     heldout = Path(choose("File of held-out prompts", _text(wishes.heldout), str(_HELDOUT)))
     return replace(wishes, algorithm=algorithm, reward=reward, reward_path=path, train=train, heldout=heldout)
+
+
+def _answered_sft(wishes: Wishes, ask: Ask | None) -> Wishes:
+    """A reward is of held-out samples, which need prompts; without one the held-out loss is what is measured."""
+    if wishes.train is not None:
+        raise ConfigError(f"--train {wishes.train} is for prompts: {SFT} learns from --data, files with captions")
+    what = "a folder, a .jsonl, .csv or .parquet table, or .tar shards"
+    data = wishes.data or (ask(f"Pictures or clips with captions: {what}", "") if ask else "")
+    if not data:
+        raise ConfigError(
+            f"--algorithm {SFT} needs --data: {what} of pictures or clips with captions, see docs/data.md"
+        )
+    reward = wishes.reward or (
+        ask(f"Reward of held-out samples (none, {', '.join(REWARDS)})", "none") if ask else "none"
+    )
+    said = replace(wishes, algorithm=SFT, data=Path(data), reward=None)
+    if reward == "none":
+        if wishes.heldout is not None:
+            raise ConfigError(f"--heldout {wishes.heldout} is for prompts that a reward judges; name one with --reward")
+        return said
+    path = _reward_path(wishes, reward, ask)
+    heldout = wishes.heldout or Path(ask("File of held-out prompts", str(_HELDOUT)) if ask else _HELDOUT)
+    return replace(said, reward=reward, reward_path=path, heldout=heldout)
+
+
+def _reward_path(wishes: Wishes, reward: str, ask: Ask | None) -> str | None:
+    """Raises ConfigError for a reward that there is not, and where one needs a path."""
+    _check("--reward", reward, REWARDS)
+    if reward not in WITH_PATH or wishes.reward_path is not None:
+        return wishes.reward_path
+    what = "module:function" if reward == "python" else "folder of the reward's model"
+    path = ask(f"Its {what}", "") if ask else ""
+    if not path:
+        raise ConfigError(f"--reward {reward} needs --reward-path: the {what}, see docs/rewards.md")
+    return path
+
+
+def _check(option: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"{option} {value} is none that verst init writes; there are: {', '.join(known)}")
 
 
 def ask_in_terminal(question: str, default: str) -> str:
     import typer
 
     return str(typer.prompt(question, default=default or None))
-
-
-def look(model: Path) -> tuple[Family, SamplingDefaults, Geometry]:
-    """Family, its defaults, and a size to train at; reads config files alone. Raises ModelError."""
-    import torch
-
-    from verst.families import recognise
-    from verst.families.skeleton import Skeletons
-
-    family = recognise(model)
-    parts = Skeletons().load(family, model, parts=("transformer", "autoencoder", "scheduler"), dtype=torch.bfloat16)
-    defaults = family.sampling_defaults(parts)
-    own = defaults.geometry
-    smaller = replace(
-        own,
-        height=own.height if own.num_frames > 1 else min(own.height, _SIDE),
-        width=own.width if own.num_frames > 1 else min(own.width, _SIDE),
-        num_frames=min(own.num_frames, _FRAMES),
-    )
-    try:
-        family.check_geometry(parts, smaller)
-    except RequestError:
-        return family, defaults, own
-    return family, defaults, smaller
-
-
-def this_machine() -> Machine:
-    import psutil
-    import torch
-
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        return Machine(gpus=count, memory=min(torch.cuda.get_device_properties(i).total_memory for i in range(count)))
-    return Machine(gpus=0, memory=psutil.virtual_memory().available)
 
 
 def recipe_tables(
@@ -158,10 +166,7 @@ def recipe_tables(
 ) -> dict[str, Any]:
     """The recipe before its sizes are fitted. said: as `answered` returns it."""
     steps = min(10, defaults.num_steps)
-    sampling: dict[str, Any] = {"height": geometry.height, "width": geometry.width}
-    if geometry.num_frames > 1:
-        sampling["num_frames"] = geometry.num_frames
-    sampling["num_steps"] = steps
+    sampling = size_table(geometry) | {"num_steps": steps}
     recorded = said.algorithm in ("flow_grpo", "grpo_guard")
     if recorded:
         window = {"type": "window", "size": min(2, max(1, steps // 2)), "low": 0, "high": max(2, steps // 2)}
@@ -186,12 +191,7 @@ def recipe_tables(
             "iterations": 200,
             "deterministic": machine.gpus == 0,
         },
-        "model": {
-            "path": str(model),
-            "dtype": "bfloat16" if machine.gpus else "float32",
-            "max_sequence_length": defaults.max_sequence_length,
-            "finetune": {"type": "full"} if said.full else {"type": "lora", "rank": 32, "alpha": 64},
-        },
+        "model": model_table(model, defaults, machine, full=said.full),
         "sampling": sampling,
         "prompts": {"train": str(said.train), "heldout": str(said.heldout)},
         "rollout": {"num_groups": 8, "group_size": 16, "microgroup_size": 8},
@@ -209,42 +209,41 @@ def fitted(tables: dict[str, Any], machine: Machine) -> tuple[dict[str, Any], st
     from verst.loops.memory_plan import memory_plan
     from verst.trainer.estimate import peak_of
 
+    who = "It takes" if tables["algorithm"]["type"] == SFT else "A rank and its engine take"
     smallest = 2 if tables["algorithm"]["type"] == "dpo" else 1
     tried, needed = sized(tables, 4, "full"), 0
     for rows, checkpointing in _TRIES:
         if rows < smallest:
             continue
         tried = sized(tables, rows, checkpointing)
-        recipe = parse_recipe(tried)
-        assert isinstance(recipe, RlRecipe)
         try:
-            plan = memory_plan(recipe)
+            plan = memory_plan(parse_recipe(tried))
         except (VerstError, RuntimeError) as error:  # RuntimeError: a size that the model itself cannot take
             why = str(error).splitlines()[0]
             return sized(tables, 4, "full"), f"Batches are a guess, for their memory could not be told: {why}"
         needed = peak_of(plan.trainer) + peak_of(plan.engine)
         if needed <= _SHARE * machine.memory:
-            return tried, f"A rank and its engine take about {_gib(needed)} by verst plan --memory."
+            return tried, f"{who} about {gib(needed)} by verst plan --memory."
     return tried, (
-        f"A rank and its engine take about {_gib(needed)} even so: more than there is. docs/memory.md says what frees some; "
+        f"{who} about {gib(needed)} even so: more than there is. docs/memory.md says what frees some; "
         "trainer.offload, more GPUs, or a smaller size are next."
     )
 
 
 def sized(tables: dict[str, Any], rows: int, checkpointing: str) -> dict[str, Any]:
     """With `rows` samples in a tile, a microgroup and a batch of the engine alike."""
-    return {
-        **tables,
-        "rollout": {**tables["rollout"], "microgroup_size": rows},
-        "trainer": {**tables["trainer"], "tile_size": rows, "activation_checkpointing": checkpointing},
-        "engine": {**tables["engine"], "max_batch": rows},
-        "eval": {**tables["eval"], "batch_size": rows},
+    sizes: dict[str, dict[str, Any]] = {
+        "rollout": {"microgroup_size": rows},
+        "trainer": {"tile_size": rows, "activation_checkpointing": checkpointing},
+        "engine": {"max_batch": rows},
+        "eval": {"batch_size": rows},
     }
+    return {key: {**table, **sizes[key]} if key in sizes else table for key, table in tables.items()}
 
 
 def _reward(said: Wishes) -> dict[str, Any]:
     if said.reward == "ocr":
-        return {"type": "ocr", "mode": "scene", "target": "quoted" if _quotes(said.train) else "prompt"}
+        return {"type": "ocr", "mode": "scene", "target": "quoted" if _quotes(said.train or said.heldout) else "prompt"}
     if said.reward in WITH_PATH:
         return {"type": said.reward, "path": said.reward_path}
     return {"type": said.reward}
@@ -258,16 +257,6 @@ def _quotes(path: Path | None) -> bool:
         return True
     prompts = read_prompts(path)
     return 2 * sum('"' in prompt.text for prompt in prompts) > len(prompts)
-
-
-def _where(machine: Machine) -> str:
-    if machine.gpus:
-        return f"For {machine.gpus} GPU{'s' if machine.gpus > 1 else ''} of {_gib(machine.memory)}."
-    return f"For processors alone, with {_gib(machine.memory)} of memory free."
-
-
-def _gib(number: int) -> str:
-    return f"{number / 2**30:.1f} GiB"
 
 
 def _text(path: Path | None) -> str | None:

@@ -45,7 +45,8 @@ def print_memory(recipe: Recipe, console: Console | None = None) -> None:
     console = console or Console()
     plan = memory_plan(recipe)
     when = {"always": "", "tile": "in a forward and backward", "step": "in the optimizer's step"}
-    for title, items in (("a trainer rank", plan.trainer), ("an engine", plan.engine)):
+    titles = {"a trainer rank": plan.trainer, "an engine": plan.engine} if plan.engine else {"the run": plan.trainer}
+    for title, items in titles.items():
         table = Table(title=f"memory of {title}, GiB", title_justify="left")
         for column in ("what", "GPU", "host", "when"):
             table.add_column(column, justify="left" if column in ("what", "when") else "right")

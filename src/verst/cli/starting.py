@@ -35,7 +35,9 @@ def doctor(
 def init(
     model: Annotated[Path, typer.Argument(help="A model folder in the diffusers layout.")],
     out: Annotated[Path, typer.Option(help="The recipe to write; must not exist.")] = Path("recipe.toml"),
-    algorithm: Annotated[str | None, typer.Option(help="flow_grpo, grpo_guard, nft, awm, dpo, online_sft.")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="flow_grpo, grpo_guard, nft, awm, dpo, online_sft, sft.")
+    ] = None,
     reward: Annotated[
         str | None, typer.Option(help="ocr, jpeg_size, pick_score, python, ...: docs/rewards.md.")
     ] = None,
@@ -44,6 +46,9 @@ def init(
     ] = None,
     train: Annotated[Path | None, typer.Option(help="Prompts to train on.")] = None,
     heldout: Annotated[Path | None, typer.Option(help="Prompts that are only evaluated.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Of sft: a folder, table or .tar shards of pictures or clips with captions.")
+    ] = None,
     full: Annotated[bool, typer.Option(help="Train all weights instead of a LoRA.")] = False,
     yes: Annotated[bool, typer.Option(help="Ask nothing; what is not said takes its default.")] = False,
 ) -> None:
@@ -51,7 +56,7 @@ def init(
     from verst.cli import init as command
 
     wishes = command.Wishes(
-        algorithm=algorithm, reward=reward, reward_path=reward_path, train=train, heldout=heldout, full=full
+        algorithm=algorithm, reward=reward, reward_path=reward_path, train=train, heldout=heldout, data=data, full=full
     )
     command.run(model, out=out, wishes=wishes, yes=yes)
 

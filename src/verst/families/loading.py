@@ -110,11 +110,15 @@ def _empty(cls: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
     try:
         with no_init_weights(), init_empty_weights():
             if issubclass(cls, transformers.PreTrainedModel):
-                module: nn.Module = cls(cls.config_class.from_pretrained(folder, local_files_only=True))
+                # Not by its constructor, which takes the dtype of the config before the default one.
+                config = cls.config_class.from_pretrained(folder, local_files_only=True)
+                module: nn.Module = cls._from_config(config, dtype=dtype)
             else:
                 module = cls.from_config(cls.load_config(folder, local_files_only=True))
     finally:
         torch.set_default_dtype(before)
+    if isinstance(module, transformers.PreTrainedModel):
+        module.tie_weights()  # not in there, where every parameter that is set becomes a new one
     return module
 
 

@@ -52,13 +52,16 @@ class Skeletons:
 
     def fill(self, module: nn.Module, *, dtype: torch.dtype | None = None, fp32_modules: tuple[str, ...] = ()) -> None:
         """Parameters on the meta device become fake ones, in `dtype` or their own; islands of fp32 in that."""
+        made: dict[int, nn.Parameter] = {}
         for path, p in list(module.named_parameters(remove_duplicate=False)):
             if p.device.type == "meta":
                 owner, _, name = path.rpartition(".")
                 wanted = torch.float32 if is_island(path, fp32_modules) else dtype or p.dtype
-                with self.mode:
-                    value = torch.empty(p.shape, dtype=wanted)
-                module.get_submodule(owner).register_parameter(name, nn.Parameter(value, requires_grad=p.requires_grad))
+                if id(p) not in made:  # tied weights stay one
+                    with self.mode:
+                        value = torch.empty(p.shape, dtype=wanted)
+                    made[id(p)] = nn.Parameter(value, requires_grad=p.requires_grad)
+                module.get_submodule(owner).register_parameter(name, made[id(p)])
 
     def _fake(self, value: Tensor) -> Tensor:
         if isinstance(value, FakeTensor):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,27 +13,27 @@ from verst.algorithms import make_algorithm
 from verst.algorithms.base import Follows
 from verst.config import sections as s
 from verst.config.plan import batch_plan
-from verst.config.recipe import Recipe, RlRecipe
+from verst.config.recipe import Recipe, RlRecipe, SftRecipe
 from verst.errors import ConfigError, ModelError
 from verst.families import recognise
 from verst.families.base import TakesImages
 from verst.families.skeleton import Skeletons
+from verst.loops.memory_sft import sft_items
+from verst.loops.memory_shapes import prepare, stored_bytes
 from verst.rollout.prompts import read_prompts
 from verst.trainer.estimate import WORKSPACE, Copies, HeldGradient, Item, Sizes, peak_of, trainer_items
 from verst.trainer.footprint import inputs_of, trace_forward, trace_tile
 from verst.trainer.forward import Forward
-from verst.trainer.recompute import recompute_blocks
-from verst.trainer.rl import DTYPES, lora_spec
+from verst.trainer.rl import DTYPES
 from verst.types import Conditioning, Geometry, Latents
-from verst.weights.lora import adaptable, attach_lora
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     trainer: list[Item]
-    """Of one rank."""
+    """Of one rank, or of the one process of a supervised run."""
     engine: list[Item]
-    """Of one engine."""
+    """Of one engine; empty where there is none."""
 
     @property
     def trainer_peak_bytes(self) -> int:
@@ -47,12 +46,10 @@ class MemoryPlan:
 
 
 def memory_plan(recipe: Recipe) -> MemoryPlan:
-    """Traces one tile and one forward of an engine.
+    """Traces one tile and one forward of an engine, which a supervised run has none of.
 
-    Raises ModelError for a family whose shapes depend on values, ConfigError for layers that are cut over ranks and for SFT.
+    Raises ModelError for a family whose shapes depend on values, ConfigError for layers that are cut over ranks.
     """
-    if not isinstance(recipe, RlRecipe):
-        raise ConfigError("--memory is for RL recipes: SFT runs in one process and has its own model on it alone")
     family = recognise(recipe.model.path, fp32_modules=recipe.model.fp32_modules)
     if isinstance(family, TakesImages) and family.num_images > 0:
         raise ModelError(f"{family.name} takes condition images, whose share of memory --memory cannot tell")
@@ -63,6 +60,8 @@ def memory_plan(recipe: Recipe) -> MemoryPlan:
             "with tensor = 1, whose weights take as much and whose activations take more"
         )
     try:
+        if isinstance(recipe, SftRecipe):
+            return MemoryPlan(trainer=sft_items(recipe), engine=[])
         return _Planner(recipe).plan()
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ModelError(
@@ -122,8 +121,8 @@ class _Planner:
                 family.decode_pixels(self._components, {n: torch.zeros(rows, *shape) for n, shape in shapes.items()})
 
         return [
-            Item(name="transformer", bytes=_stored([self._components.transformer])),
-            Item(name="text encoders and autoencoder", bytes=_stored(encoders)),
+            Item(name="transformer", bytes=stored_bytes([self._components.transformer])),
+            Item(name="text encoders and autoencoder", bytes=stored_bytes(encoders)),
             Item(name="forward", bytes=self._forward(rows), phase="tile"),
             Item(
                 name="decoding",
@@ -147,10 +146,7 @@ class _Planner:
     def _trainer(self) -> list[Item]:
         recipe, module = self._recipe, self._components.transformer
         config, algorithm = recipe.trainer, recipe.algorithm
-        prepare(module, self._skeletons, recipe, self._family.lora_targets, self._dtype)
-        if config.recompute_every is not None:
-            for model in adaptable(module):
-                recompute_blocks(model, self._family.fsdp_blocks, every=config.recompute_every)
+        prepare(module, self._skeletons, recipe, self._family)
         kind = algorithm.reference if algorithm.needs_reference else None
         copies = Copies(
             average=config.ema_decay is not None,
@@ -173,20 +169,3 @@ class _Planner:
         islands = () if self._dtype == torch.float32 else self._family.fp32_modules
         sizes = Sizes.of(module, self._family.fsdp_blocks, islands)
         return trainer_items(sizes, tile, config, dtype=self._dtype, lora=lora, tiles=tiles, copies=copies)
-
-
-def prepare(
-    module: nn.Module, skeletons: Skeletons, recipe: RlRecipe, targets: tuple[str, ...], dtype: torch.dtype
-) -> None:
-    """What is trained asks for gradients."""
-    spec = lora_spec(recipe, targets)
-    if spec is None:
-        module.requires_grad_(True)
-        return
-    with torch.device("meta"):
-        attach_lora(module, spec)
-    skeletons.fill(module, dtype=dtype)
-
-
-def _stored(modules: Sequence[nn.Module]) -> int:
-    return sum(x.numel() * x.element_size() for m in modules for x in [*m.parameters(), *m.buffers()])

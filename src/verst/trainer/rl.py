@@ -17,7 +17,7 @@ from verst.algorithms import make_algorithm
 from verst.algorithms.base import Algorithm, Follows
 from verst.algorithms.pairs import PairBlock, Tile, tiles_of
 from verst.config import sections as s
-from verst.config.recipe import RlRecipe
+from verst.config.recipe import Recipe, RlRecipe
 from verst.errors import ConfigError
 from verst.families import recognise
 from verst.families.compiled import compile_blocks
@@ -366,7 +366,7 @@ def policy_metrics(steps: Sequence[tuple[StepMetrics, int]]) -> dict[str, float]
     return {**means, **steps[0][0].maxima}
 
 
-def lora_spec(recipe: RlRecipe, default_targets: tuple[str, ...]) -> LoraSpec | None:
+def lora_spec(recipe: Recipe, default_targets: tuple[str, ...]) -> LoraSpec | None:
     """The recipe's LoRA; None for full fine-tuning."""
     finetune = recipe.model.finetune
     if not isinstance(finetune, s.LoraFinetune):
