@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from run_fixtures import final_tensors, metric_rows, write_recipe
+from run_fixtures import final_tensors, metric_rows, recipe_with, write_recipe
 
 from verst.errors import CheckpointError, ConfigError
-from verst.loops.chaos import KINDS, chaos, schedule
+from verst.loops.chaos import KINDS, chaos, kinds_of, schedule
 from verst.loops.ledger import Ledger, ledger_faults, read_ledger
 
 
@@ -95,8 +95,9 @@ def test_a_ledger_forgets_what_is_made_again(tmp_path: Path) -> None:
 def test_a_run_among_faults_ends_with_the_same_bits(tmp_path: Path) -> None:
     """Invariant 8 with every kind of process: killed, each of them once, and an engine stopped for a while."""
     recipe, out = write_recipe(tmp_path), tmp_path / "out"
-    kinds = schedule(1341, 6, KINDS, hangs=["engine", "trainer", "parser"], longest_wait_s=1.0)
-    assert sorted(fault.kind for fault in kinds if fault.action == "kill") == sorted(KINDS)
+    there = kinds_of(recipe_with(tmp_path))
+    kinds = schedule(1341, 6, there, hangs=["engine", "trainer", "parser"], longest_wait_s=1.0)
+    assert sorted(fault.kind for fault in kinds if fault.action == "kill") == sorted(there)
     command = ["chaos", str(recipe), "run.iterations=16", "--seed", "1341", "--faults", "6", "--limit", "60"]
     done = subprocess.run(
         [sys.executable, "-m", "verst.cli.main", *command, "--out", str(out), "--json"],

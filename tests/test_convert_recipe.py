@@ -134,10 +134,10 @@ def test_miles_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     # 8 prompts x 16 samples in batches of 64.
     assert (recipe.trainer.steps_per_rollout, recipe.trainer.tile_size, recipe.trainer.ranks) == (2, 8, 2)
     assert (recipe.engine.num, recipe.cluster.placement.type) == (2, "colocated")
+    assert recipe.engine.router.enabled
     # What their command leaves out is their default.
     assert (recipe.sampling.guidance_scale, recipe.sampling.height, recipe.trainer.lr) == (4.0, 512, 3e-4)
     assert "assumed: sampling.guidance_scale = 4.0: miles_diffusion's default of diffusion-guidance-scale" in told
-    assert "no counterpart: use-miles-router = True" in told
     assert "no counterpart: sglang-mem-fraction = 0.5" in told
 
 

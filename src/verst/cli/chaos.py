@@ -32,17 +32,18 @@ def run(
     as_json: bool,
 ) -> None:
     from verst.config.recipe import RlRecipe
-    from verst.loops.chaos import KINDS, chaos
+    from verst.loops.chaos import chaos, kinds_of
 
     # A run of its own is under way while this one waits: an end from outside has to reach it too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     if not isinstance(recipe, RlRecipe):
         raise ConfigError(f"{source} is supervised training, which is one process: chaos is for RL recipes")
-    chosen = [kind for kind in KINDS if not kinds or kind in kinds]
-    unknown = sorted(set(kinds) - set(KINDS))
+    there = kinds_of(recipe)
+    chosen = [kind for kind in there if not kinds or kind in kinds]
+    unknown = sorted(set(kinds) - set(there))
     if unknown:
-        raise ConfigError(f"--kinds {' '.join(unknown)}: there are {', '.join(KINDS)}")
+        raise ConfigError(f"--kinds {' '.join(unknown)}: a run of {source} has {', '.join(there)}")
     folder = out or Path(tempfile.mkdtemp(prefix="verst-chaos-"))
     outcome = chaos(
         recipe,

@@ -90,6 +90,7 @@ RULES: dict[str, str | Rule] = {
     "actor-num-gpus-per-node": together,
     "rollout-num-gpus": together,
     "rollout-num-gpus-per-engine": together,
+    "use-miles-router": "engine.router.enabled",
     "colocate": together,
     "eval-interval": "eval.every",
     "save-interval": "checkpoint.every",
@@ -105,7 +106,6 @@ RULES: dict[str, str | Rule] = {
 ABSENT = {
     "rollout-function-path": "there is one rollout",
     "eval-function-path": "there is one evaluation",
-    "use-miles-router": "the driver reaches its engines itself; `verst router` is for others",
     "diffusion-eval-num-steps": "held-out samples are made with sampling.num_steps",
     "diffusion-guidance-scale-2": "both experts are guided by sampling.guidance_scale",
     "diffusion-log-prob-no-const": "log-probs are densities",

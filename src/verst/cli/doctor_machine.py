@@ -170,8 +170,8 @@ def open_files(most: int, needed: int = FEW_FILES) -> Finding:
     )
 
 
-def ports(first: int = 0, count: int = 1) -> Finding:
-    """Binds `count` ports of loopback from `first` on, one after the other; first 0: any free one."""
+def ports(first: int = 0, count: int = 1, *, key: str = "engine.port") -> Finding:
+    """Binds `count` ports of loopback from `first` on, one after the other; first 0: any free one. key: that says which."""
     taken = []
     for port in range(first, first + count) if first else [0]:
         try:
@@ -183,9 +183,7 @@ def ports(first: int = 0, count: int = 1) -> Finding:
     if not taken:
         named = f"{first} to {first + count - 1} are free" if first else "loopback has free ones"
         return Finding(name="ports", level="ok", text=named)
-    remedy = (
-        "set engine.port to another number, or 0 for any free one" if first else "allow programs to listen on 127.0.0.1"
-    )
+    remedy = f"set {key} to another number, or 0 for any free one" if first else "allow programs to listen on 127.0.0.1"
     return Finding(name="ports", level="fail", text=f"cannot listen on 127.0.0.1: {', '.join(taken)}", remedy=remedy)
 
 

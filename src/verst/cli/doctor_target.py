@@ -124,6 +124,8 @@ def _rl_findings(recipe: RlRecipe) -> list[Finding]:
     ]
     if recipe.engine.port:
         findings.append(ports(recipe.engine.port, recipe.engine.num))
+    if recipe.engine.router.enabled and recipe.engine.router.port:
+        findings.append(ports(recipe.engine.router.port, key="engine.router.port"))
     if recipe.run.device == "cpu" or recipe.cluster.address is not None:
         return findings
     asked, there = num_gpus(recipe), usable_gpus()

@@ -25,6 +25,9 @@ from verst.engine.server import EngineServer
 from verst.engine.wire import Answer, to_microgroup
 from verst.rewards import Reward, RewardBatch, make_reward
 from verst.rewards.base import Score
+from verst.router.options import RouterOptions
+from verst.router.pool import Policy
+from verst.router.server import serve_beside
 from verst.trainer.parallel import open_store
 from verst.trainer.rl import DTYPES, RlTrainer, UpdateMetrics
 from verst.trainer.topology import Place, here
@@ -156,6 +159,22 @@ class EngineRankActor(Process):
         if self._recipe.run.threads:
             torch.set_num_threads(self._recipe.run.threads)
         self._follower.follow()
+
+
+class RouterActor(Process):
+    """The router before all engines."""
+
+    def start(self, recipe: RlRecipe, token: str | None) -> str:
+        """The URL; it knows no engine yet."""
+        config, node = recipe.engine.router, _own_address(recipe)
+        options = RouterOptions(
+            policy=Policy(per_engine=config.per_engine),
+            # More than the driver ever asks for at a time.
+            queue_size=recipe.engine.num * recipe.engine.queue_size,
+            request_timeout_s=recipe.engine.request_timeout_s,
+            probe_s=config.probe_s,
+        )
+        return advertised(serve_beside(options, host=config.host or node, port=config.port, token=token), node)
 
 
 def _meeting(recipe: RlRecipe, store: Any, *, rank: int) -> Meeting:

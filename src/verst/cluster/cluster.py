@@ -21,6 +21,7 @@ from verst.cluster.nodes import SharedFolders, check_addresses, check_seen, with
 from verst.cluster.placement import Placement
 from verst.cluster.processes import Processes
 from verst.cluster.restarts import Restarts, loan_of, spawn_trainers, watch_trainers
+from verst.cluster.router import RunRouter
 from verst.cluster.session import connect
 from verst.cluster.supervisor import OnEvent, Supervisor
 from verst.cluster.tensors import as_handles
@@ -77,7 +78,8 @@ class Cluster:
         # Made for this run where the environment has none: nobody else asks its engines anything.
         self._token = token_from_environment() or new_token()
         self._fleet = EngineFleet(recipe, self._processes, self._supervisor, device=self._device, token=self._token)
-        self._watching: asyncio.Task[None] | None = None
+        self._router = RunRouter(recipe, self._processes, self._supervisor, client=self._client, token=self._token)
+        self._watching: list[asyncio.Task[None]] = []
         self.sync_choice = ""
         """Which transport carries the weights, and why."""
         self.transports: list[str] = []
@@ -95,8 +97,8 @@ class Cluster:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
+        for watching in self._watching:
+            watching.cancel()
         if hasattr(self, "engines"):
             await self.engines.close()
         self._received.close()
@@ -118,8 +120,9 @@ class Cluster:
         if recipe.cluster.address is not None:
             await self._check_folders()
         await self._processes.know()
-        urls, *_ = await asyncio.gather(
+        urls, route, *_ = await asyncio.gather(
             self._load_models(sync),
+            self._router.start(),
             *(
                 all_of([actor.load.remote() for actor in pool.actors], roles=[f"reward {name}"] * len(pool.actors))
                 for name, pool in pools
@@ -145,6 +148,7 @@ class Cluster:
             [self._client(url) for url in urls],
             per_engine=recipe.engine.queue_size,
             mender=self._restarts if recipe.supervision.enabled else None,
+            route=route,
             spans=self._spans,
         )
         self._fleet.has_work = self.engines.has_work
@@ -152,7 +156,9 @@ class Cluster:
         watch_trainers(recipe, self.trainer, self._processes, self._supervisor)
         self._processes.on_change = self._on_processes
         self._on_processes(self._processes.pids())
-        self._watching = asyncio.create_task(self._supervisor.run(), name="verst-supervisor")
+        self._watching.append(asyncio.create_task(self._supervisor.run(), name="verst-supervisor"))
+        if route is not None:
+            self._watching.append(asyncio.create_task(route.watch(self.engines.put_aside), name="verst-route"))
 
     def _make_workers(self) -> None:
         recipe, spawn = self._recipe, self._processes.spawn
@@ -268,12 +274,13 @@ class Cluster:
         """Work that all engines share, from its beginning again where one of them was lost meanwhile."""
         while True:
             await self.engines.settled()
+            lost = self.engines.num_lost
             try:
                 return await work()
             except (EngineError, SyncError) as error:
                 # What an engine says may be the trainer's end.
                 await self.trainer.check()
-                if not await self.engines.mend(error):
+                if not await self.engines.mend(error) and self.engines.num_lost == lost:
                     raise
 
     def _phase(self, name: str, version: int) -> AbstractContextManager[None]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from verst.cluster.actors import EngineActor, EngineRankActor
 from verst.cluster.calls import all_of, result_of
+from verst.cluster.comeback import bring_back
 from verst.cluster.processes import Asked, Processes
-from verst.cluster.supervisor import Fault, Supervisor, Watched
+from verst.cluster.supervisor import Supervisor, Watched
 from verst.config.recipe import RlRecipe
-from verst.errors import EngineError, ProcessDied, StateLost
+from verst.errors import ProcessDied
 from verst.trainer.topology import Place
 
 _log = logging.getLogger(__name__)
@@ -137,26 +138,23 @@ class EngineFleet:
 
         Raises ProcessDied with a diagnosis after too many faults, StateLost where the trainer is gone too.
         """
-        name, started = self.names(index)[0], time.monotonic()
-        while True:
-            reason = f"{error}; {self._lost_ranks.pop(index)}" if index in self._lost_ranks else str(error)
-            await self._end(index)
-            log = await self._processes.last_lines(name)
-            self._supervisor.fault(Fault(kind="engine", process=name, reason=reason, log=log))
-            try:
-                url = await self._begin(index, loan)
-            except StateLost:
-                raise
-            except (EngineError, ProcessDied, TimeoutError) as again:
-                error = again
-                continue
-            self._supervisor.restarted(name, seconds=time.monotonic() - started)
-            return url
+        return await bring_back(
+            self.names(index)[0],
+            self._why(index, error),
+            kind="engine",
+            end=functools.partial(self._end, index),
+            begin=functools.partial(self._begin, index, loan),
+            # Of its own part an engine says itself that it took too long.
+            start_s=2 * self._recipe.supervision.start_s,
+            processes=self._processes,
+            supervisor=self._supervisor,
+        )
 
     async def renew(self, index: int, loan: Loan) -> str:
         """The same of an engine without a fault of its own."""
         await self._end(index)
-        return await self._begin(index, loan)
+        async with asyncio.timeout(2 * self._recipe.supervision.start_s):
+            return await self._begin(index, loan)
 
     async def _end(self, index: int) -> None:
         await self._engines[index].close()
@@ -166,11 +164,16 @@ class EngineFleet:
 
     async def _begin(self, index: int, loan: Loan) -> str:
         self._engines[index] = self._make(index)
-        # One that hangs in its start would not say so.
-        async with asyncio.timeout(2 * self._recipe.supervision.start_s):
-            await self._processes.know(*self.names(index))
-            self._check_places(index, await self._where(index))
-            return await self.start(index, await loan())
+        await self._processes.know(*self.names(index))
+        self._check_places(index, await self._where(index))
+        lent = await loan()
+        try:
+            return await self.start(index, lent)
+        except ProcessDied as error:
+            raise ProcessDied(self._why(index, error)) from error
+
+    def _why(self, index: int, error: Exception) -> str:
+        return f"{error}; {self._lost_ranks.pop(index)}" if index in self._lost_ranks else str(error)
 
     async def _where(self, index: int) -> list[Place]:
         places = [actor.place.remote() for actor in self._engines[index].actors]

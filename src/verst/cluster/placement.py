@@ -10,7 +10,7 @@ from typing import Any
 import ray
 import ray.util
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from verst.config.placement import ColocatedPlacement, FreePlacement, SeparatePlacement, Strategy
 from verst.config.plan import process_plan
@@ -108,6 +108,10 @@ class Placement:
 
     def options(self, role: str, index: int) -> dict[str, Any]:
         """Of the actor of process `index` of a role; empty where it may stand anywhere."""
+        if role == "router":
+            # Every answer goes from there to the driver.
+            here = ray.get_runtime_context().get_node_id()
+            return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)}
         for bundles, group in self._groups:
             if role in bundles.roles:
                 strategy = PlacementGroupSchedulingStrategy(

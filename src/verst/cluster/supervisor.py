@@ -11,13 +11,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from verst.cluster.diagnosis import kernel_kills, likely_cause
 from verst.config.supervision import SupervisionConfig
 from verst.errors import ProcessDied
 
 Event = Mapping[str, str | int | float]
+Kind = Literal["engine", "router", "trainer", "parser", "reward"]
 OnEvent = Callable[[str, Event], None]
 """(name, attributes)"""
 
@@ -42,8 +43,7 @@ class Watched:
 class Fault:
     """A process that has ended or was ended."""
 
-    kind: str
-    """engine, trainer, parser, reward."""
+    kind: Kind
     process: str
     reason: str
     log: Sequence[str] = field(default_factory=tuple)
@@ -64,7 +64,7 @@ class Supervisor:
         self._watched: dict[str, Watched] = {}
         self._faults: dict[str, deque[float]] = {}
         self._hung: dict[str, str] = {}
-        self._restarts: dict[str, int] = {}
+        self._restarts: dict[Kind, int] = {}
         self._kernel_kills = kernel_kills()
 
     @property

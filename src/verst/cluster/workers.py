@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 from verst.cluster.calls import ActorPool
+from verst.cluster.comeback import bring_back
 from verst.cluster.processes import Processes
-from verst.cluster.supervisor import Fault, Supervisor, Watched
+from verst.cluster.supervisor import Supervisor, Watched
 from verst.errors import ProcessDied
 
 
@@ -30,21 +29,27 @@ def worker_pool(
     """make: name -> its actor, which `load` makes ready; start_s: that this may take when one comes back."""
 
     async def replace(index: int, error: ProcessDied) -> Any:
-        name, started, reason = names[index], time.monotonic(), str(error)
-        while True:
+        name = names[index]
+
+        async def end() -> None:
             processes.end(name)
-            log = await processes.last_lines(name)
-            supervisor.fault(Fault(kind=kind, process=name, reason=reason, log=log))
+
+        async def begin() -> Any:
             actor = make(name)
-            try:
-                async with asyncio.timeout(start_s):
-                    await processes.know(name)
-                    await load(actor)
-            except (ProcessDied, TimeoutError) as again:
-                reason = str(again) or f"it was not there after {start_s:g} s (supervision.start_s)"
-                continue
-            supervisor.restarted(name, seconds=time.monotonic() - started)
+            await processes.know(name)
+            await load(actor)
             return actor
+
+        return await bring_back(
+            name,
+            str(error),
+            kind=kind,
+            end=end,
+            begin=begin,
+            start_s=start_s,
+            processes=processes,
+            supervisor=supervisor,
+        )
 
     actors = [make(name) for name in names]
     pool = ActorPool(actors, role=role, dispatch=dispatch, replace=replace if supervisor.enabled else None)

@@ -76,7 +76,7 @@ class ProcessPlan:
 
 
 def process_plan(recipe: RlRecipe, *, cuda: bool = False) -> list[ProcessPlan]:
-    """The processes of a run. Parsers and rewards ask for no whole CPU: they work while engines compute.
+    """The processes of a run. Parsers, router and rewards ask for no whole CPU: they work while engines compute.
 
     A reward with device = cuda asks for a sliver of a GPU, without which Ray may hide all GPUs from its process; engine and
     trainer leave that much, so that one GPU still holds them all. Placed separately they take the rest of a GPU each.
@@ -90,6 +90,8 @@ def process_plan(recipe: RlRecipe, *, cuda: bool = False) -> list[ProcessPlan]:
         ProcessPlan(role="trainer", count=recipe.trainer.ranks, cpus=0.5, gpus=share),
         ProcessPlan(role="parser", count=recipe.rollout.parsers.num, cpus=0.01, gpus=0.0),
     ]
+    if recipe.engine.router.enabled:
+        plan.append(ProcessPlan(role="router", count=1, cpus=0.01, gpus=0.0))
     for kind, rewards in (("reward", recipe.rewards), ("gold", recipe.watch.gold)):
         for reward in rewards:
             name = reward_name(reward)

@@ -25,12 +25,14 @@ class SupervisionConfig(Section):
     """The same of the trainer: one tile, one optimizer step, one writing of a checkpoint, one loading of the model."""
     parser_s: PositiveFloat = 300.0
     """The same of a parser: one answer. For rewards `rewards.timeout_s` says it: two attempts without an end."""
+    router_s: PositiveFloat = 60.0
+    """Longest that the router may answer nothing while samples are asked for through it."""
     start_s: PositiveFloat = 600.0
     """Longest that an engine may take to load its model."""
 
     @model_validator(mode="after")
     def _looks_often_enough(self) -> SupervisionConfig:
-        for name in ("engine_s", "trainer_s", "parser_s"):
+        for name in ("engine_s", "trainer_s", "parser_s", "router_s"):
             limit = getattr(self, name)
             if limit < 2 * self.poll_s:
                 raise ConfigError(

@@ -32,14 +32,19 @@ from verst.obs.events import read_events
 from verst.obs.metrics import read_metrics
 from verst.trainer import checkpoint
 
-Kind = Literal["engine", "trainer", "parser", "reward", "driver"]
+Kind = Literal["engine", "trainer", "parser", "reward", "driver", "router"]
 Action = Literal["kill", "pause", "hang", "delay"]
-KINDS: tuple[Kind, ...] = ("engine", "trainer", "parser", "reward", "driver")
+KINDS: tuple[Kind, ...] = ("engine", "trainer", "parser", "reward", "driver", "router")
 ACTIONS: tuple[Action, ...] = ("kill", "pause", "hang", "delay")
 _WEIGHTS: dict[Action, int] = {"kill": 5, "pause": 2, "hang": 1, "delay": 2}
 """How often each is drawn, where it is possible."""
 _UNHURRIED = 3
 """Faults between two new iterations at most: a run that is hit again and again in its restart shows nothing else."""
+
+
+def kinds_of(recipe: RlRecipe) -> tuple[Kind, ...]:
+    """Those that a run of the recipe has."""
+    return tuple(kind for kind in KINDS if kind != "router" or recipe.engine.router.enabled)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,13 +286,14 @@ def chaos(
 ) -> Outcome:
     """The calm run and the disturbed one, both in `out`, and what must hold. source: the recipe's file.
 
-    limit_s: after which an engine or a parser hangs; the trainer's is three times that. Raises ConfigError where the calm
+    limit_s: after which an engine, a parser or the router hangs; the trainer's is three times that. Raises ConfigError where the calm
     run does not end.
     """
     if (out / "stormy").exists():
         raise ConfigError(f"{out} holds a disturbed run already: give --out another folder, or remove {out / 'stormy'}")
     out.mkdir(parents=True, exist_ok=True)
-    limits = {"engine_s": limit_s, "trainer_s": 3 * limit_s, "parser_s": limit_s, "poll_s": min(1.0, limit_s / 4)}
+    limits = {f"{kind}_s": limit_s for kind in ("engine", "parser", "router")}
+    limits |= {"trainer_s": 3 * limit_s, "poll_s": min(1.0, limit_s / 4)}
     limits["restarts"] = faults + 1
     tables = [f"supervision.{name}={value}" for name, value in limits.items()]
 
@@ -304,7 +310,7 @@ def chaos(
     rows = read_metrics(calm / "metrics.jsonl")
     each = sum(row["perf/iteration_s"] for row in rows[1:]) / max(1, len(rows) - 1)
     say(f"{len(rows) - 1} iterations in {time.monotonic() - started:.0f} s, {each:.2f} s each")
-    hangs: list[Kind] = [kind for kind in ("engine", "trainer", "parser") if kind in kinds]
+    hangs: list[Kind] = [kind for kind in ("engine", "trainer", "parser", "router") if kind in kinds]
     if "reward" in kinds and all(r.timeout_s * max(1, r.attempts - 1) <= 3 * limit_s for r in recipe.judges):
         hangs.append("reward")
     planned = schedule(seed, faults, kinds, hangs=hangs, longest_wait_s=2 * each)

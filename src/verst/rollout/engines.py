@@ -7,6 +7,7 @@ ready ─request fails, engine is lost─> lost ─replaced, with the weights of
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from verst.errors import EchoError, EngineError, InvariantError, StateLost, Sync
 from verst.obs.spans import ENGINE, Spans, lane_of
 from verst.rollout.pipeline import raise_first
 from verst.rollout.plan import MicrogroupTask
+from verst.rollout.routed import Route
 from verst.types import Microgroup
 
 T = TypeVar("T")
@@ -48,7 +50,7 @@ class EnginePool:
     """A request goes to the engine with the fewest requests of ours in flight, at most `per_engine` of them.
 
     A request whose engine is lost is made again, the same with the same seeds: by another engine, or by the one that comes
-    in its place.
+    in its place. Where there is a router, it does both, and knows of no engine but those that are ready.
     """
 
     def __init__(
@@ -57,9 +59,11 @@ class EnginePool:
         *,
         per_engine: int,
         mender: Mender | None = None,
+        route: Route | None = None,
         spans: Spans | None = None,
     ) -> None:
-        """mender: None = the failure of an engine is that of the request."""
+        """mender: None = the failure of an engine is that of the request. route: that requests for samples take; None =
+        straight to an engine."""
         self._spans = spans or Spans()
         self._mender = mender
         self._seats = [_Seat(client) for client in clients]
@@ -68,11 +72,20 @@ class EnginePool:
         self._num_reissued = 0
         self._version: int | None = None
         """That all engines hold; None before the first hand-off of ours."""
+        self.num_lost = 0
+        """Engines that were lost so far."""
+        self._route = route
+        self._numbers: dict[str, int] = {}
+        """URL that the router was told of, of lost engines too -> number of the engine."""
+        self._routed: set[asyncio.Task[Answer]] = set()
 
     async def generate(self, task: MicrogroupTask) -> Answer:
         """Raises what the engine raises; of an engine that was lost, what its mender raises, or StateLost."""
         asked_s = time.monotonic()
-        answer, index = await self._ask(lambda client: client.generate(task.request, weight_version=self._version))
+        if self._route is None:
+            answer, index = await self._ask(lambda client: client.generate(task.request, weight_version=self._version))
+        else:
+            answer, index = await self._through(self._route, task)
         self._take_down(answer, asked_s, lane_of(ENGINE, index))
         self._num_answers["sent" if answer.shared is None else "shared"] += 1
         return answer
@@ -94,6 +107,43 @@ class EnginePool:
                     raise failure
                 self._num_reissued += 1
 
+    async def _through(self, route: Route, task: MicrogroupTask) -> tuple[Answer, int]:
+        """The answer, and the number of the engine that made it."""
+        async with self._slots:
+            while True:
+                await self._ready(("ready",))
+                call = asyncio.create_task(route.generate(task.request, weight_version=self._version))
+                self._routed.add(call)
+                try:
+                    await asyncio.wait({call})
+                    # Otherwise no engine would ever take it: why, comes out above.
+                    if not call.cancelled():
+                        answer = call.result()
+                        assert answer.made_at is not None, "a router says which engine has answered"
+                        self._num_reissued += answer.reissued
+                        return answer, self._numbers[answer.made_at]
+                except EngineError as error:
+                    if not await self._is_one_lost(error):
+                        raise
+                finally:
+                    self._routed.discard(call)
+                    if call.cancel():
+                        await asyncio.wait({call})
+                self._num_reissued += 1
+
+    async def _is_one_lost(self, error: EngineError) -> bool:
+        """Whether an engine is on its way in the place of one that was lost by the failure of a routed request."""
+        named = [seat for seat in self._seats if seat.client.url == error.engine]
+        judged = await asyncio.gather(*(self._judge(seat, seat.client, error) for seat in named or self._seats))
+        return any(judged) or bool(self._coming())
+
+    async def put_aside(self, url: str, reason: str) -> None:
+        """The router cannot ask this engine any more: it is replaced where it is lost, and not in the middle of an update."""
+        for seat in self._seats:
+            if seat.client.url == url and seat.state == "ready":
+                error = EngineError(f"engine {url} was put aside by the router: {reason}")
+                await self._judge(seat, seat.client, error, unless=functools.partial(_takes_weights, seat))
+
     async def _ready(self, states: tuple[str, ...]) -> _Seat:
         while True:
             self._raise_failures()
@@ -105,23 +155,48 @@ class EnginePool:
                 raise StateLost("all engines came back after the trainer had begun to change their weights")
             await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _judge(self, seat: _Seat, client: EngineClient, error: EngineError | SyncError) -> bool:
-        """Whether its engine is lost; then another one is on its way."""
+    async def _judge(
+        self,
+        seat: _Seat,
+        client: EngineClient,
+        error: EngineError | SyncError,
+        *,
+        unless: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Whether its engine is lost; then another one is on its way. unless: asked last, that nothing shall be done."""
         if self._mender is None:
             return False
         lost = await self._mender.is_lost(client, error)
         if seat.state == "lost" or seat.client is not client:
             return True
-        if lost:
+        if lost and not unless():
             seat.state = "lost"
+            self.num_lost += 1
             seat.mending = asyncio.create_task(self._mend(seat, self._mender, error), name="verst-engine-replaced")
+            seat.mending.add_done_callback(self._mended)
         return lost
 
     async def _mend(self, seat: _Seat, mender: Mender, error: EngineError | SyncError) -> None:
-        lost = seat.client
-        seat.client, holds_weights = await mender.replace(self._seats.index(seat), error)
+        lost, number = seat.client, self._seats.index(seat)
+        await self._tell()
+        seat.client, holds_weights = await mender.replace(number, error)
         seat.state = "ready" if holds_weights else "stale"
         await lost.close()
+        await self._tell()
+
+    def _mended(self, mending: asyncio.Task[None]) -> None:
+        """Requests in the router wait for an engine of their weights: where none will come, they are told so."""
+        failed = mending.cancelled() or mending.exception() is not None
+        if failed or not (self._coming() or any(seat.state == "ready" for seat in self._seats)):
+            for call in self._routed:
+                call.cancel()
+
+    async def _tell(self) -> None:
+        """The router which engines there are, and what they hold."""
+        if self._route is not None:
+            ready = {seat.client.url: i for i, seat in enumerate(self._seats) if seat.state == "ready"}
+            self._numbers |= ready
+            await self._route.tell(list(ready), weight_version=self._version)
 
     def _coming(self) -> list[asyncio.Task[None]]:
         return [seat.mending for seat in self._seats if seat.mending is not None and not seat.mending.done()]
@@ -153,10 +228,14 @@ class EnginePool:
         seat = self._seats[index]
         await seat.client.close()
         self._seats[index] = _Seat(client, state="stale")
+        await self._tell()
 
     def has_work(self, index: int) -> bool:
         """Something of ours waits for this engine."""
-        return self._seats[index].in_flight > 0 or self._seats[index].takes_weights
+        seat = self._seats[index]
+        return (
+            seat.in_flight > 0 or seat.takes_weights or (self._route is not None and self._route.works(seat.client.url))
+        )
 
     def _take_down(self, answer: Answer, asked_s: float, lane: str) -> None:
         """The spans of one answer, as far as it is known how it came."""
@@ -184,7 +263,8 @@ class EnginePool:
         manifests: one for all of them, or one for each. digest: of what the trainer sends meanwhile, where the manifest
         does not know it before.
         """
-        if busy := sum(seat.in_flight for seat in self._seats):
+        routed = 0 if self._route is None else self._route.in_flight
+        if busy := routed + sum(seat.in_flight for seat in self._seats):
             version = manifests[0]["version"]
             raise InvariantError(
                 f"weights of version {version} while {busy} requests are at the engines: a rollout would be of two"
@@ -200,12 +280,16 @@ class EnginePool:
         for seat in self._seats:
             seat.state = "ready"
         self._version = manifests[0]["version"]
+        await self._tell()
         return taken
 
     def metrics(self) -> dict[str, float]:
         """Since the last call of this."""
         counts, self._num_answers = self._num_answers, dict.fromkeys(self._num_answers, 0)
         metrics = {f"perf/answers_{way}": float(count) for way, count in counts.items()}
+        if self._route is not None:
+            self._num_reissued += self._route.num_reissued
+            self._route.num_reissued = 0
         if self._num_reissued:
             metrics["supervision/reissued"] = float(self._num_reissued)
             self._num_reissued = 0
@@ -213,6 +297,9 @@ class EnginePool:
 
     async def negotiate(self) -> list[str]:
         """How the answers of each engine travel, and why. Raises ConfigError where they cannot as the recipe says."""
+        if self._route is not None:
+            await self._tell()
+            return [f"{self._route.transport}, through the router"]
         return [await seat.client.negotiate() for seat in self._seats]
 
     async def sleep(self, *, keep: Literal["all", "others"]) -> None:
@@ -239,6 +326,8 @@ class EnginePool:
         for coming in self._coming():
             coming.cancel()
             await asyncio.wait({coming})
+        if self._route is not None:
+            await self._route.close()
         for seat in self._seats:
             await seat.client.close()
 
@@ -266,6 +355,10 @@ async def hand_over(
     for client, manifest, task in zip(clients, manifests, taken, strict=True):
         check_certificate({**manifest, "digest": sent.result()}, task.result(), engine=client.url)
     return sent.result()
+
+
+def _takes_weights(seat: _Seat) -> bool:
+    return seat.takes_weights
 
 
 async def _result(value: Awaitable[str]) -> str:
