@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -69,6 +70,25 @@ COMMANDS = [
     (("triage", "empty"), "empty"),
     (("serve", "empty", "--port", "0"), "empty"),
 ]
+USAGES = [
+    (("trian", "a.toml"), "verst has no command 'trian': did you mean 'train'? valid: 'train', "),
+    (("bench", "matrx"), "verst bench has no command 'matrx': did you mean 'matrix'?"),
+    (("--nope",), "verst has no option '--nope'"),
+    (
+        ("train", "a.toml", "--quite"),
+        "verst train has no option '--quite': did you mean '--quiet'? valid: '--if-complete'",
+    ),
+    (("train",), "missing argument 'recipe'"),
+    (("generate", "model"), "missing argument 'prompts'"),
+    (("serve", "model", "--port", "abc"), "--port abc: input should be a valid integer"),
+    (("serve", "model", "--dtype=half"), "--dtype half: 'half' is not one of 'float32', 'bfloat16', 'float16'"),
+    (("router", "--per-engine", "0"), "--per-engine 0: input should be greater than or equal to 1"),
+    (("explain-ratio", ".", "x", "0.0"), "iteration: input should be a valid integer"),
+    (("recipes", "a", "b"), "got unexpected extra argument(s) (b)"),
+    (("train", "a.toml", "--quiet=3"), "option '--quiet' does not take a value"),
+    (("dashboard", "runs", "--port"), "option '--port' requires an argument"),
+]
+"""What the command line itself refuses."""
 
 
 def paragraph(capsys: pytest.CaptureFixture[str]) -> str:
@@ -112,6 +132,36 @@ def test_a_wrong_command(
     assert here(monkeypatch, *arguments) == 2
     assert words in paragraph(capsys)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("arguments", "words"), USAGES, ids=[" ".join(arguments) for arguments, _ in USAGES])
+def test_a_wrong_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    assert here(monkeypatch, *arguments) == 2
+    said = paragraph(capsys)
+    assert said.startswith(f"verst: UsageError: {words}")
+    assert re.search(r"; `verst( \S+)? --help` tells what there is\n$", said)
+
+
+def test_a_group_without_a_command_shows_its_help_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert here(monkeypatch, "bench") == 2
+    output, errors = capsys.readouterr()
+    assert "matrix" in output
+    assert errors == ""
+
+
+def test_a_question_that_is_left_ends_in_a_paragraph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = io.StringIO("")
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert here(monkeypatch, "init", tiny_model(), "--out", tmp_path / "new.toml") == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "verst: stopped at a question; nothing was written"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import typer
 
-from verst.cli import starting
+from verst.cli import starting, usage
 from verst.errors import VerstError
 
 RecipePath = Annotated[Path, typer.Argument(help="Recipe in TOML.", show_default=False)]
@@ -45,10 +45,18 @@ app = typer.Typer(
 def main() -> None:
     """Errors that a person can mend are one paragraph; a traceback only with --debug, wherever it stands."""
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
+    debug = len(arguments) < len(sys.argv) - 1 or bool(os.environ.get("VERST_DEBUG"))
     try:
-        app(args=arguments, prog_name="verst", standalone_mode=True)
+        # What `typer.Exit` carried, and nothing where a command came to its end.
+        sys.exit(app(args=arguments, prog_name="verst", standalone_mode=False))
+    except typer.Abort:
+        print("verst: stopped at a question; nothing was written", file=sys.stderr)
+        sys.exit(1)
+    except usage.UsageError as error:
+        print(usage.usage_paragraph(error, arguments), end="", file=sys.stderr)
+        sys.exit(2)
     except (VerstError, OSError) as error:
-        if len(arguments) < len(sys.argv) - 1 or os.environ.get("VERST_DEBUG"):
+        if debug:
             raise
         print(f"verst: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)
