@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,82 @@ import pytest
 import torch
 from family_fixtures import generate, request_of, tiny_folder, tiny_image, tiny_worker
 
+from verst.config import RlRecipe, load_recipe
 from verst.engine.resolve import resolve
 from verst.engine.worker import Worker
 from verst.errors import ConfigError, ModelError, PromptError, RequestError
-from verst.families import recognise
+from verst.families import FAMILIES, recognise
+from verst.families.base import without_guidance
+from verst.loops.matrix import tiny_recipe
+from verst.loops.prompt_checks import check_prompts
 from verst.types import Geometry
 
+ROOT = Path(__file__).parents[1]
 LONG = "a red cat on a table, " * 40
+
+
+@pytest.mark.parametrize(("name", "scale"), [("krea2", 0.0), ("z-image", 0.0), ("cosmos3-image", 1.0), ("flux1", 1.0)])
+def test_what_trains_clean_samples_is_not_guided(name: str, scale: float, tmp_path: Path) -> None:
+    """Some families guide from a scale of 0 on, where others sample plainly up to 1."""
+    recipe = tiny_recipe(name, "nft", "lora", folder=tmp_path)
+    assert recipe.sampling.guidance_scale == scale
+    check_prompts(recipe, (), ())
+    for other in (0.5, 1.0):
+        sampling = recipe.sampling.model_copy(update={"guidance_scale": other})
+        changed = recipe.model_copy(update={"sampling": sampling})
+        if other == scale or name == "flux1":  # whose model reads the scale, whatever it is
+            check_prompts(changed, (), ())
+            continue
+        with pytest.raises(ConfigError, match=rf"guidance_scale = {other:g} guides .*, and NFT .*; use {scale:g}"):
+            check_prompts(changed, (), ())
+
+
+def test_recipes_of_clean_samples_are_not_guided() -> None:
+    seen = 0
+    for path in sorted((ROOT / "recipes").glob("*.toml")):
+        pipeline = PIPELINES.get(path.stem.rsplit("_", 1)[0])
+        recipe = load_recipe(path)
+        if pipeline is not None and isinstance(recipe, RlRecipe) and not recipe.algorithm.needs_stochastic_steps:
+            assert recipe.sampling.guidance_scale == without_guidance(FAMILIES[pipeline]), path
+            seen += 1
+    assert seen == len(PIPELINES)
+
+
+PIPELINES = {
+    "cosmos3": "Cosmos3OmniPipeline",
+    "cosmos_predict25": "Cosmos2_5_PredictBasePipeline",
+    "flux1_dev": "FluxPipeline",
+    "flux2_dev": "Flux2Pipeline",
+    "flux2_klein": "Flux2KleinPipeline",
+    "hunyuan_video": "HunyuanVideoPipeline",
+    "hunyuan_video15": "HunyuanVideo15Pipeline",
+    "krea2": "Krea2Pipeline",
+    "ltx23": "LTX2Pipeline",
+    "minimax_h3": "MiniMaxH3ModularPipeline",
+    "qwen_image": "QwenImagePipeline",
+    "qwen_image_21": "QwenImage21Pipeline",
+    "sana": "SanaPipeline",
+    "sd35_medium": "StableDiffusion3Pipeline",
+    "wan21_1_3b": "WanPipeline",
+    "wan22_a14b": "WanPipeline",
+    "wan22_ti2v_5b": "WanPipeline",
+    "z_image": "ZImagePipeline",
+}
+"""Recipe name without its algorithm -> pipeline class of its model."""
+
+
+def test_the_page_has_every_family_and_a_beginning_for_each() -> None:
+    page = (ROOT / "docs" / "families.md").read_text()
+    assert {name for name in FAMILIES if f"`{name}`" not in page} == set()
+    rows = [line.split("|") for line in page.partition("## One by one")[2].partition("\n## ")[0].splitlines()]
+    told = {row[1].strip(): row[2] for row in rows if len(row) > 3}
+    named = {name for row in told.values() for name in re.findall(r"recipes/(\w+)\.toml", row)}
+    there = {path.stem for path in (ROOT / "recipes").glob("*.toml") if not path.stem.startswith("glyphs_")}
+    assert named == there
+    assert {family for family, row in told.items() if "recipes/" not in row and "verst init" not in row} == {
+        "family",
+        "---",
+    }
 
 
 @pytest.mark.parametrize("name", ["krea2", "z-image", "sana", "cosmos-predict2.5"])

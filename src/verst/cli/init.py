@@ -176,7 +176,9 @@ def recipe_tables(
             "steps": window,
         }
     else:
-        sampling["steps"] = {"type": "none"}
+        from verst.families.base import without_guidance
+
+        sampling |= {"guidance_scale": without_guidance(family), "steps": {"type": "none"}}
     algorithm: dict[str, Any] = {"type": said.algorithm}
     if said.algorithm == "nft":
         algorithm["beta"] = 0.1 if said.reward == "ocr" else 1.0

@@ -195,7 +195,7 @@ class SamplingConfig(Section):
     num_steps: PositiveInt = 10
     """Denoising steps T."""
     guidance_scale: NonNegativeFloat = 1.0
-    """Classifier-free guidance; at most 1 = off, one forward a step."""
+    """Classifier-free guidance; at most 1 = off, one forward a step. Of the families that guide from 0 on (docs/families.md) 0 is off."""
     guidance_gradient: Literal["both", "conditional"] = "both"
     """Through which side of the guided velocity gradients flow. conditional: the unconditional side is computed without, as flow_grpo does: another estimator, less memory and time; each side is then a forward of its own, in engine and trainer alike."""
     negative_prompt: str = ""

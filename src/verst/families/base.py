@@ -200,6 +200,11 @@ class OwnGuidance(Protocol):
     """The formula, in words."""
 
 
+def without_guidance(family: Family) -> float:
+    """The guidance_scale to sample without guidance: 1, or 0 where that is already guided."""
+    return min(1.0, family.unguided_scale) if family.unguided_scale >= 0 else 1.0
+
+
 def to_uint8(pixels: Tensor) -> Tensor:
     """fp32 [B, F, 3, H, W] in [0, 1] -> uint8 [B, F, H, W, 3], with the rounding of diffusers' own numpy_to_pil."""
     return (pixels * 255).round().to(torch.uint8).permute(0, 1, 3, 4, 2).contiguous()

@@ -27,6 +27,8 @@ from verst.engine.resolve import resolve
 from verst.engine.wire import encode_response, to_microgroup
 from verst.engine.worker import Worker
 from verst.errors import InvariantError
+from verst.families import recognise
+from verst.families.base import without_guidance
 from verst.families.tiny import TINY, build_tiny
 from verst.loops.batch import make_batch
 from verst.loops.local_engine import sync_in_process
@@ -139,7 +141,7 @@ def tiny_recipe(name: str, algorithm: str, finetune: str, *, folder: Path) -> Rl
     sampling: dict[str, Any] = {
         **{key: request[key] for key in ("height", "width", "num_frames", "fps") if key in request},
         "num_steps": request["num_inference_steps"],
-        "guidance_scale": request.get("guidance_scale", 1.0) if recorded else 1.0,
+        "guidance_scale": request.get("guidance_scale", 1.0) if recorded else without_guidance(recognise(model)),
         "negative_prompt": tiny.negative_prompt,
         "steps": {"type": "window", "size": 1, "low": 0, "high": 2} if recorded else {"type": "none"},
     }

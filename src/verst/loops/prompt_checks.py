@@ -1,4 +1,4 @@
-"""What is asked of the prompts before a run samples anything: of the rewards, the family, and the engine."""
+"""What is asked before a run samples anything: of its prompts and its guidance, by rewards, family and engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from verst.config.recipe import RlRecipe
 from verst.engine.images import check_number
 from verst.errors import ConfigError, PromptError, RequestError
-from verst.families import recognise
+from verst.families import Family, recognise
+from verst.families.base import without_guidance
 from verst.rewards.preflight import check_rewards
 from verst.rollout.engines import EnginePool
 from verst.rollout.prompts import Prompt
@@ -15,11 +16,13 @@ from verst.rollout.rows import check_rows, probe_requests
 
 
 def check_prompts(recipe: RlRecipe, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> None:
-    """Without a process. Raises PromptError, with file:line, for a row that cannot be sampled or scored."""
+    """Without a process. Raises PromptError, with file:line, for a row that cannot be sampled or scored; ConfigError for
+    guidance that the algorithm must do without."""
     prompts = [*train, *heldout]
     check_rows(recipe, train, heldout)
     check_rewards(recipe.judges, [p.text for p in prompts], [p.metadata for p in prompts])
     family = recognise(recipe.model.path)
+    _check_guidance(recipe, family)
     for prompt in prompts:
         if prompt.audio is not None:
             raise PromptError(f"{prompt.where}: `audio`: {family.name} takes no sound to start from; leave it out")
@@ -27,6 +30,17 @@ def check_prompts(recipe: RlRecipe, train: Sequence[Prompt], heldout: Sequence[P
             check_number(family, len(prompt.images))
         except RequestError as error:
             raise PromptError(f"{prompt.where}: `image`: {error}") from None
+
+
+def _check_guidance(recipe: RlRecipe, family: Family) -> None:
+    """What the recipe alone cannot tell: some families guide from 0 on."""
+    scale, none = recipe.sampling.guidance_scale, without_guidance(family)
+    if recipe.algorithm.needs_stochastic_steps or scale == none or scale <= family.unguided_scale:
+        return
+    raise ConfigError(
+        f"sampling.guidance_scale = {scale:g} guides {family.name}, and {recipe.algorithm.label} samples and trains without "
+        f"guidance; use {none:g}"
+    )
 
 
 async def ask_engine(recipe: RlRecipe, engines: EnginePool, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> None:
