@@ -20,8 +20,10 @@ from torch import Tensor
 from trainer_fixtures import LORA, one_rank, shares_of
 
 import verst
+from verst.api import events as api_events
 from verst.errors import ConfigError, InvariantError, RequestError, SyncError
 from verst.loops.run_folder import RunFolder
+from verst.obs.metrics import MetricsLog
 from verst.trainer.checkpoint import publish
 
 
@@ -176,6 +178,23 @@ def test_a_run_is_trained_and_its_result_read_back(tmp_path: Path) -> None:
     anew = verst.train(recipe.model_copy(update={"run": recipe.run.model_copy(update={"iterations": 1})}), resume=False)
     assert (anew.iterations, anew.folder) == (1, result.folder)
     assert verst.Result.of(result.folder.with_name("sft-1")).iterations == 4
+
+
+def test_events_read_a_file_again_only_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = sft_recipe(tmp_path)
+    verst.train(recipe, quiet=True)
+    folder, reads = verst.Result.of(tmp_path / "runs" / "sft").folder, []
+    read = api_events.read_metrics
+    monkeypatch.setattr(api_events, "read_metrics", lambda path: reads.append(path) or read(path))
+    news = api_events._News(folder)
+    assert [news.complete(), news.complete()] == [True, True]
+    assert (len(news.read()), news.read(), len(reads)) == (10, [], 1)
+    with MetricsLog(folder / "metrics.jsonl") as log:
+        log.append(5, {"x": 1.0})
+    (row,) = news.read()
+    assert (row.iteration, len(reads)) == (5, 2)
+    (folder / "summary.json").unlink()
+    assert not news.complete()
 
 
 @on_a_loop

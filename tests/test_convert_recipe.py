@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cli_fixtures import here
 
-from verst.cli import convert_flow_grpo, convert_miles
+from verst.cli import convert, convert_flow_grpo, convert_miles
 from verst.config import load_recipe
 from verst.config.recipe import RlRecipe
 
@@ -172,6 +172,7 @@ def test_miles_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("--diffusion-sde-window-range 0", "a window or list of steps is not as miles_diffusion writes it"),
         ("--rollout-batch-size many", "rollout.num_groups would be 'many', which must be a count from 1"),
         ("--lr fast", "lr = 'fast' is not what that setting takes"),
+        ("--eval-prompt-data \"['one']\"", "eval-prompt-data = ['one'] is not what that setting takes"),
     ],
 )
 def test_what_cannot_be_read_is_named(
@@ -191,3 +192,12 @@ def test_the_page_names_every_setting() -> None:
         assert len(set(names)) == len(names)
         assert [name for name in names if f"| `{dashes}{name}` |" not in page] == []
         assert [k for k in source.RULES.values() if isinstance(k, str) and f"| `{k}` |" not in page] == []
+
+
+def test_a_fault_of_a_rule_is_not_called_a_wrong_setting() -> None:
+    def broken(draft: convert.Draft, value: object) -> None:
+        raise KeyError(value)
+
+    draft = convert.Draft(theirs={"lr": 1.0}, gpus=None)
+    with pytest.raises(KeyError):
+        convert._take(draft, "lr", 1.0, {"lr": broken}, {})

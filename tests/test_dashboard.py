@@ -368,6 +368,57 @@ async def test_nothing_is_read_into_a_run_while_its_spans_are_looked_at(written,
 
 
 @on_a_loop
+async def test_a_page_that_closes_while_files_are_read_leaves_no_second_reader(written, monkeypatch):
+    order, begun, go_on = [], threading.Event(), threading.Event()
+    read = RunView.refresh
+
+    def slow_read(view):
+        order.append("read")
+        begun.set()
+        assert go_on.wait(60)
+        read(view)
+        order.append("was read")
+
+    monkeypatch.setattr(RunView, "refresh", slow_read)
+    runs = Runs([written.path])
+
+    async def look():
+        async with runs.fresh():
+            order.append("look")
+
+    gone = asyncio.create_task(look())
+    assert await asyncio.to_thread(begun.wait, 60)
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    after = asyncio.create_task(look())
+    await asyncio.sleep(0.1)  # it would read by now
+    go_on.set()
+    await after
+    assert order == ["read", "was read", "look"]
+    runs.close()
+
+
+def test_files_that_have_not_changed_are_not_read_again(written, monkeypatch):
+    reads, parse = [], RunView._read_facts
+    monkeypatch.setattr(RunView, "_read_facts", lambda view: reads.append(1) or parse(view))
+    view, seen = RunView(written.path, name="one", number=0), Seen()
+    for _ in range(3):
+        view.refresh()
+    view.news(seen)
+    assert len(reads) == 1
+    (written.path / "summary.json").write_text('{"iterations": 3}')
+    view.refresh()
+    assert view.news(seen)["facts"]["summary"] == {"iterations": 3}
+    with (written.path / "metrics.jsonl").open("a") as file:
+        file.write("no JSON\n")
+    view.refresh()
+    assert view.news(seen)["facts"]["damaged"] == 1
+    assert len(reads) == 2
+    view.close()
+
+
+@on_a_loop
 async def test_nothing_but_samples_of_the_given_runs_can_be_read(written, tmp_path):
     secret = tmp_path / "secret.json"
     secret.write_text("{}")

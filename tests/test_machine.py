@@ -58,3 +58,30 @@ def test_a_run_that_sees_no_gpu_asks_for_none(tmp_path: Path, monkeypatch: pytes
     load.start()
     load.stop()
     assert not (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo 'No devices were found'; echo 'and again'; exit 6", "says: No devices were found"),
+        ("echo 'cannot talk to the driver' >&2; exit 9", "says: cannot talk to the driver"),
+        ("exit 9", "ended with exit code 9"),
+    ],
+)
+def test_what_nvidia_smi_complains_of_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, script: str, words: str
+):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    load = MachineLoad(every_s=0.05)
+    load.start()
+    while not caplog.messages:
+        time.sleep(0.02)
+    load.stop()
+    (said,) = caplog.messages
+    assert said.startswith("nvidia-smi")
+    assert words in said
+    assert not any(name.startswith("perf/gpu") for name in load.metrics())

@@ -18,8 +18,10 @@ from verst.errors import CheckpointError, InvariantError
 from verst.obs.curve import moving_mean, save_curve
 from verst.obs.events import EventLog, now, read_events
 from verst.obs.images import before_after, grid, save_png
+from verst.obs.json_lines import keep_rows
 from verst.obs.metrics import MetricsLog, read_metrics, series
 from verst.obs.spans import Spans
+from verst.obs.stamps import Stamps
 from verst.obs.tensorboard import TensorBoardLog
 
 ROOT = Path(__file__).parents[1]
@@ -228,3 +230,30 @@ def test_obs_imports_neither_torch_nor_matplotlib():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_file_has_changed_when_it_is_new_longer_another_or_gone(tmp_path: Path) -> None:
+    one, two, stamps = tmp_path / "one", tmp_path / "two", Stamps()
+    assert [stamps.changed(one), stamps.changed(one)] == [True, False]
+    one.write_text("a")
+    assert [stamps.changed(one), stamps.changed(one)] == [True, False]
+    with one.open("a") as file:
+        file.write("b")
+    assert [stamps.changed(one), stamps.changed(one)] == [True, False]
+    two.write_text("cd")
+    assert stamps.changed(one, two)
+    two.replace(one)  # as long as before
+    assert [stamps.changed(one), stamps.changed(one)] == [True, False]
+    one.unlink()
+    assert [stamps.changed(two, one), stamps.changed(two, one)] == [True, False]
+
+
+def test_rows_that_stay_are_written_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"n": 1}\n{"n": 2}\n{"n": 3}\n{"n": 4')
+    assert keep_rows(path, {"n": int}, lambda row: row["n"] != 2) == [{"n": 1}, {"n": 3}]
+    assert path.read_text() == '{"n": 1}\n{"n": 3}\n'
+    path.write_text('{"m": 1}\n')
+    with pytest.raises(CheckpointError, match=r"rows\.jsonl:1 is damaged: no n"):
+        keep_rows(path, {"n": int}, lambda row: True)
+    assert [p.name for p in tmp_path.iterdir()] == ["rows.jsonl"]

@@ -15,6 +15,7 @@ from verst.errors import ConfigError
 from verst.obs.events import read_events
 from verst.obs.metrics import ITERATION, read_metrics
 from verst.obs.samples import read_samples, saved_steps
+from verst.obs.stamps import Stamps
 
 POLL_S = 0.25
 
@@ -78,7 +79,7 @@ async def events(run: str | Path | RlRecipe | SftRecipe, *, follow: bool = True)
         raise ConfigError(f"{folder} is no run folder: it has no recipe.toml")
     news = _News(folder)
     while True:
-        complete = recipe.exists() and await asyncio.to_thread(_complete, folder)
+        complete = await asyncio.to_thread(news.complete)
         for event in await asyncio.to_thread(news.read):
             yield event
         if complete or not follow:
@@ -121,12 +122,6 @@ async def stream(
     yield await asyncio.to_thread(_ended, folder.path)
 
 
-def _complete(folder: Path) -> bool:
-    from verst.loops.run_folder import finished
-
-    return finished(folder, load_recipe(folder / "recipe.toml")) is not None
-
-
 def _ended(folder: Path) -> RunEnded:
     result = Result.of(folder)
     return RunEnded(iteration=result.iterations, result=result)
@@ -138,6 +133,17 @@ class _News:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._seen: set[tuple[Any, ...]] = set()
+        self._stamps = Stamps()
+        self._complete = False
+
+    def complete(self) -> bool:
+        """Whether the run is, as its own recipe would have it."""
+        from verst.loops.run_folder import finished
+
+        recipe, summary = self._folder / "recipe.toml", self._folder / "summary.json"
+        if self._stamps.changed(recipe, summary):
+            self._complete = summary.exists() and finished(self._folder, load_recipe(recipe)) is not None
+        return self._complete
 
     def read(self) -> list[Event]:
         """By iteration: pictures, the row, alarms, checkpoint, as they are written. Raises CheckpointError."""
@@ -153,12 +159,14 @@ class _News:
         return new
 
     def _rows(self) -> Iterator[IterationDone]:
-        for row in read_metrics(self._folder / "metrics.jsonl"):
+        path = self._folder / "metrics.jsonl"
+        for row in read_metrics(path) if self._stamps.changed(path) else ():
             if self._new("row", row[ITERATION]):
                 yield IterationDone(iteration=row[ITERATION], metrics=row)
 
     def _alarms(self) -> Iterator[AlarmRaised]:
-        for event in read_events(self._folder / "events" / "alarms.jsonl"):
+        path = self._folder / "events" / "alarms.jsonl"
+        for event in read_events(path) if self._stamps.changed(path) else ():
             iteration, alarm = event["iteration"], event["type"]
             if self._new("alarm", iteration, alarm):
                 yield AlarmRaised(iteration=iteration, alarm=alarm, action=event["action"], text=event["text"])

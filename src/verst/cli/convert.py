@@ -102,6 +102,8 @@ def one_of(key: str, values: Mapping[Any, Any]) -> Rule:
     """Their value -> ours."""
 
     def rule(draft: Draft, value: Any) -> None:
+        if value not in values:
+            raise ValueError(f"known are {', '.join(map(repr, values))}")
         draft.values[key] = values[value]
 
     return rule
@@ -173,7 +175,7 @@ def _take(draft: Draft, name: str, value: Any, rules: Mapping[str, str | Rule], 
     elif rule is not None:
         try:
             rule(draft, value)
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError):
+        except (TypeError, ValueError):
             raise ConfigError(
                 f"{name} = {value!r} is not what that setting takes; correct it, or leave it out"
             ) from None

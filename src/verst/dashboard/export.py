@@ -100,9 +100,7 @@ def _in_turn(views: Sequence[RunView]) -> Iterator[tuple[RunView, str, int]]:
 
 def kinds_of(view: RunView) -> dict[str, list[int]]:
     """Iterations by kind; grids only where nothing better is there."""
-    message = view.news(Seen())
-    samples = {} if message is None else message["samples"]
-    return {kind: steps for kind, steps in samples.items() if kind != "sheets" or not samples["heldout"]}
+    return {kind: steps for kind, steps in view.samples.items() if kind != "sheets" or not view.samples["heldout"]}
 
 
 def spread_order(values: Sequence[int]) -> list[int]:

@@ -15,6 +15,7 @@ from verst.dashboard.tail import Tail
 from verst.errors import ConfigError
 from verst.obs.metrics import ITERATION
 from verst.obs.samples import INDEX, Kind, saved_steps
+from verst.obs.stamps import Stamps
 from verst.obs.tables import flat
 
 MAX_ROWS = 4000
@@ -57,7 +58,9 @@ class RunView:
         self._alarms: list[dict[str, Any]] = []
         self._banded: list[int] = []
         self._facts: Facts = {}
-        self._samples: Facts = {}
+        self._stamps = Stamps()
+        self.samples: Facts = {}
+        """kind -> iterations of which there are samples; `sheets`: those with a grid in one picture."""
         self.groups = GroupStore()
         self.spans = SpanStore()
 
@@ -66,7 +69,10 @@ class RunView:
         self._read()
         while any(tail.behind for tail in self._tails):
             self._read()
-        self._facts, self._samples = self._read_facts(), self._read_samples()
+        if self._stamps.changed(*(self.path / name for name in (*_FACTS, "recipe.toml"))):
+            self._facts = self._read_facts()
+        self._facts["damaged"] = self.num_damaged
+        self.samples = self._read_samples()
 
     def _read(self) -> None:
         """A piece of each file."""
@@ -109,14 +115,14 @@ class RunView:
         if len(self.spans) != seen.spans:
             message["spans"] = seen.spans = len(self.spans)
         if self._facts != seen.facts:
-            message["facts"] = seen.facts = self._facts
-        if self._samples != seen.samples:
-            message["samples"] = seen.samples = self._samples
+            message["facts"] = seen.facts = dict(self._facts)
+        if self.samples != seen.samples:
+            message["samples"] = seen.samples = self.samples
         return {"run": self.number, **message} if message else None
 
     def _read_facts(self) -> Facts:
         """Of the run as a whole; what is not there yet is absent."""
-        found: Facts = {"folder": str(self.path), "damaged": self.num_damaged, "recipe": {}}
+        found: Facts = {"folder": str(self.path), "recipe": {}}
         for name in _FACTS:
             value = _json(self.path / name)
             if value is not None:
@@ -135,7 +141,6 @@ class RunView:
         return sum(tail.num_damaged for tail in self._tails)
 
     def _read_samples(self) -> Facts:
-        """kind -> iterations of which there are samples; `sheets`: those with a grid in one picture."""
         root = self.path / "samples"
         found: Facts = {kind: [_step(path) for path in saved_steps(root, kind)] for kind in KINDS}
         return {**found, "sheets": sorted(_step(path) for path in root.glob("step_*.png"))}

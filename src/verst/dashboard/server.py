@@ -55,21 +55,33 @@ class Runs:
         self._paths = list(paths)
         self._closing = closing
         self._lock = asyncio.Lock()
+        self._reading: asyncio.Task[None] | None = None
         self._read_s = self._searched_s = float("-inf")
 
     @contextlib.asynccontextmanager
     async def fresh(self) -> AsyncIterator[None]:
         """Inside it `views` are up to date and stay as they are: a thread reads files into them at other times."""
         async with self._lock:
-            now_s = time.monotonic()
-            if now_s - self._searched_s >= _SEARCH_S:
-                self.views += await asyncio.to_thread(new_runs, self._paths, self.views)
-                self._searched_s = now_s
-            if now_s - self._read_s >= POLL_S:
-                for view in self.views:
-                    await asyncio.to_thread(view.refresh)
-                self._read_s = time.monotonic()
+            if self._reading is None:
+                self._reading = asyncio.create_task(asyncio.to_thread(self._read))
+            # A page that closes cancels who waits, not the thread: the next one waits for its end before it reads again.
+            try:
+                await asyncio.shield(self._reading)
+            finally:
+                if self._reading.done():
+                    self._reading = None
             yield
+
+    def _read(self) -> None:
+        """What is due."""
+        now_s = time.monotonic()
+        if now_s - self._searched_s >= _SEARCH_S:
+            self.views += new_runs(self._paths, self.views)
+            self._searched_s = now_s
+        if now_s - self._read_s >= POLL_S:
+            for view in self.views:
+                view.refresh()
+            self._read_s = time.monotonic()
 
     def close(self) -> None:
         for view in self.views:

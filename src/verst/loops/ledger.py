@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from verst.config.recipe import RlRecipe
 from verst.loops.batch import Batch, reward_weights
-from verst.obs.json_lines import read_rows
+from verst.obs.json_lines import Kind, keep_rows, read_rows
 from verst.rollout.filters import weighted_sums
 from verst.rollout.sampler import Rollout
+
+_KEYS: Mapping[str, Kind] = {"iteration": int, "groups": list}
 
 
 def ledger_row(recipe: RlRecipe, iteration: int, rollout: Rollout, batch: Batch) -> dict[str, Any]:
@@ -54,10 +55,7 @@ class Ledger:
     def truncate_after(self, iteration: int) -> None:
         """A run that goes on after `iteration` makes the later ones again."""
         self.close()
-        kept = [row for row in read_ledger(self._path) if row["iteration"] <= iteration]
-        partial = self._path.with_name(f".{self._path.name}.partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        os.replace(partial, self._path)
+        keep_rows(self._path, _KEYS, lambda row: row["iteration"] <= iteration)
 
     def close(self) -> None:
         if self._file is not None:
@@ -67,7 +65,7 @@ class Ledger:
 
 def read_ledger(path: Path) -> list[dict[str, Any]]:
     """All complete lines; none where there is no file. Raises CheckpointError for a damaged one."""
-    return read_rows(path, {"iteration": int, "groups": list})
+    return read_rows(path, _KEYS)
 
 
 def ledger_faults(

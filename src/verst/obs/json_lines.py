@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -32,6 +32,15 @@ def read_rows(path: Path, keys: Mapping[str, Kind]) -> list[dict[str, Any]]:
             raise CheckpointError(f"{path}:{number} is damaged: no {' or no '.join(keys)}")
         rows.append(row)
     return rows
+
+
+def keep_rows(path: Path, keys: Mapping[str, Kind], keeps: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Write the file anew, whole or not at all, with the rows that stay; those rows. Raises as `read_rows`."""
+    kept = [row for row in read_rows(path, keys) if keeps(row)]
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in kept), encoding="utf-8")
+    os.replace(partial, path)
+    return kept
 
 
 def drop_torn_line(path: Path) -> None:

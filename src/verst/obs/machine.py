@@ -6,6 +6,7 @@ the thread, and where the driver is killed at its next line, which nobody reads.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ import psutil
 
 from verst.obs.loop_lag import LoopLag
 
+_log = logging.getLogger(__name__)
 _QUERY = "index,utilization.gpu,memory.used"
 _MIB = 2**20
 
@@ -58,7 +60,7 @@ class MachineLoad:
         command = _command(os.environ)
         if command is not None:
             self._gpus = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
             self._threads.append(threading.Thread(target=self._watch_gpus, name="gpu-load", daemon=True))
         for thread in self._threads:
@@ -89,9 +91,16 @@ class MachineLoad:
     def _watch_gpus(self) -> None:
         assert self._gpus is not None
         assert self._gpus.stdout is not None
+        said = False
         with self._gpus.stdout as lines:
             for line in lines:
                 self._add(gpu_readings(line))
+                if not said and line.strip() and not _is_reading(line):
+                    said = True
+                    _log.warning("nvidia-smi, which perf/gpu/ is read from, says: %s", line.strip())
+        code = self._gpus.wait()
+        if code and not said and not self._stop.is_set():
+            _log.warning("nvidia-smi, which perf/gpu/ is read from, ended with exit code %d", code)
 
     def _add(self, values: Mapping[str, float]) -> None:
         with self._lock:
@@ -99,14 +108,20 @@ class MachineLoad:
                 self._readings[name].append(value)
 
 
+def _is_reading(line: str) -> bool:
+    return line.partition(",")[0].strip().isdecimal()
+
+
 def gpu_readings(line: str) -> dict[str, float]:
     """Of `index, percent, MiB` as nvidia-smi prints it; what it does not know (`[N/A]`) is absent."""
+    if not _is_reading(line):
+        return {}
     index, *fields = (field.strip() for field in line.split(","))
     found = {}
     for name, text, unit in zip(("utilisation", "memory_bytes"), fields, (0.01, _MIB), strict=False):
         if text.isdecimal():
             found[f"perf/gpu/{index}/{name}"] = int(text) * unit
-    return found if index.isdecimal() else {}
+    return found
 
 
 def _command(environment: Mapping[str, str]) -> list[str] | None:

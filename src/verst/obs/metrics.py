@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -13,9 +12,10 @@ from typing import IO, Any
 import numpy as np
 
 from verst.errors import InvariantError
-from verst.obs.json_lines import drop_torn_line, read_rows
+from verst.obs.json_lines import Kind, drop_torn_line, keep_rows, read_rows
 
 ITERATION = "iteration"
+_KEYS: Mapping[str, Kind] = {ITERATION: int}
 NON_FINITE = "non_finite"
 """Key under which a line lists the metrics whose value was NaN or infinite; the value itself is null."""
 
@@ -49,10 +49,7 @@ class MetricsLog:
     def truncate_after(self, iteration: int) -> None:
         """Drop the lines of later iterations: a run resumed at `iteration` makes them again."""
         self._file.close()
-        kept = [row for row in read_metrics(self._path) if row[ITERATION] <= iteration]
-        partial = self._path.with_name(self._path.name + ".partial")
-        partial.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in kept), encoding="utf-8")
-        os.replace(partial, self._path)
+        kept = keep_rows(self._path, _KEYS, lambda row: row[ITERATION] <= iteration)
         self._last = kept[-1][ITERATION] if kept else None
         self._file = self._path.open("a", encoding="utf-8")
 
@@ -73,7 +70,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Raises CheckpointError, with file:line, for a line that is not one of ours.
     """
-    return read_rows(path, {ITERATION: int})
+    return read_rows(path, _KEYS)
 
 
 def series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
