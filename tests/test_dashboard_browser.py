@@ -13,6 +13,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 from dashboard_fixtures import WrittenRun
+from PIL import Image
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 ROOT = Path(__file__).parents[1]
@@ -128,6 +130,57 @@ def test_a_new_point_arrives_while_the_run_goes_on(page, url, runs):
     page.get_by_text("Numbers").click()
     expect(page.locator("tbody tr")).to_have_count(run.iteration + 1)
     shoot(page, "curves")
+
+
+LIVE = [
+    *("run.name=live", "run.iterations=3", "run.threads=1", "rollout.num_groups=2", "rollout.group_size=8"),
+    *("rollout.microgroup_size=8", "trainer.tile_size=8", "eval.num_prompts=4", "eval.batch_size=4", "eval.grid=4"),
+    *("eval.every=2", "checkpoint.every=3", "cluster.num_cpus=2"),
+]
+
+
+@pytest.mark.ray
+def test_a_glyph_run_is_looked_at_while_it_trains(browser, tmp_path):
+    """The real thing: a training run, the page beside it, a point that was not there, and the pictures of the docs of it."""
+    command = [
+        sys.executable,
+        "-m",
+        "verst.cli.main",
+        "train",
+        "recipes/glyphs_grpo.toml",
+        *LIVE,
+        f"run.folder={tmp_path}",
+    ]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RAY_ADDRESS": "127.0.0.1:9"}
+    log = tmp_path / "train.log"
+    with log.open("w") as said:
+        training = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said)
+    try:
+        while not (tmp_path / "live" / "metrics.jsonl").exists() and training.poll() is None:
+            time.sleep(0.1)
+        with serving(tmp_path) as url, watched(browser) as page:
+            page.goto(url)
+            live = chip(page, "live")
+            expect(live).to_contain_text(re.compile(r"[0-2] of 3"))
+            chart = page.locator(".card").filter(has=page.get_by_role("heading", name="Reward ocr"))
+            drawn = chart.locator("svg[role=img]").get_attribute("aria-label")
+            assert training.poll() is None, log.read_text()
+            expect(chart.locator("svg[role=img]")).not_to_have_attribute("aria-label", drawn)
+            expect(live).to_contain_text("3 of 3, finished")
+            shoot(page, "live")
+        assert training.wait(timeout=60) == 0, log.read_text()
+    finally:
+        training.terminate()
+        training.wait(timeout=60)
+    script = runpy.run_path(str(ROOT / "scripts" / "docs_pictures.py"))
+    pictures = script["make_pictures"](tmp_path / "live", tmp_path / "pictures", browser)
+    assert {path.name for path in pictures} == {path.name for path in (ROOT / "docs" / "images").iterdir()} - {
+        "learning.png"
+    }
+    for path in pictures:
+        with Image.open(path) as picture:
+            assert len(set(picture.convert("L").getdata())) > 8  # something is drawn
+        assert path.stat().st_size < 150_000
 
 
 def test_a_clip_with_sound_plays(page, url, runs):
