@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -108,15 +107,9 @@ def run_to_end(recipe: Path, *overrides: str, timeout_s: float = 300.0) -> tuple
 
 def final_tensors(run: Path) -> dict[str, torch.Tensor]:
     """All tensors of the newest checkpoint: weights, optimizer, counters."""
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
     newest = checkpoint.published(run / "checkpoints")[-1]
     checkpoint.read_state(newest)
-    out = Path(tempfile.mkdtemp()) / "all.pt"
-    dcp_to_torch_save(newest / "tensors", out)
-    tensors: dict[str, torch.Tensor] = torch.load(out)
-    shutil.rmtree(out.parent)
-    return tensors
+    return checkpoint.all_tensors(newest)
 
 
 def metric_rows(run: Path) -> list[dict[str, Any]]:

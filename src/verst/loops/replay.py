@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from verst.errors import ConfigError
 from verst.loops.rl import train_rl
@@ -105,8 +104,4 @@ def compare_tensors(one: Path, two: Path) -> tuple[list[str], int]:
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
     checkpoint.read_state(folder)
-    with tempfile.TemporaryDirectory(prefix="verst-replay-") as scratch:
-        whole = Path(scratch) / "all.pt"
-        dcp_to_torch_save(folder / "tensors", whole)
-        tensors: dict[str, Tensor] = torch.load(whole, weights_only=True)
-    return tensors
+    return checkpoint.all_tensors(folder)

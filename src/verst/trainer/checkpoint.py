@@ -18,10 +18,12 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -30,6 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from verst.errors import CheckpointError
+from verst.trainer.tensor_index import IndexedReader, read_index
 from verst.weights.adapter_files import write_adapters
 from verst.weights.lora import LoraSpec
 
@@ -243,13 +246,26 @@ _REMEDY = "Remove that checkpoint folder to go on from the one before it."
 
 
 def read_tensors(folder: Path, into: Mapping[str, Tensor], *, alone: bool) -> None:
-    """Load in place, whatever number of ranks wrote it. Raises CheckpointError when the names or shapes differ."""
+    """Load in place, whatever number of ranks wrote it. Raises CheckpointError when the names or shapes differ, and for a
+    damaged index."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp_load(dict(into), checkpoint_id=folder / _TENSORS, no_dist=alone)
+            dcp_load(dict(into), storage_reader=IndexedReader(folder / _TENSORS), no_dist=alone)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder} does not fit this run: {error}") from error
+
+
+def all_tensors(folder: Path) -> dict[str, Tensor]:
+    """Everything that a checkpoint holds, on the CPU. Raises CheckpointError."""
+    index = read_index(folder / _TENSORS)
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in index.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    read_tensors(folder, tensors, alone=True)
+    return tensors
 
 
 class _explained:
