@@ -1,5 +1,6 @@
 """explain-ratio: agreement is found where there is some, and a planted difference is named."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,10 @@ def test_a_changed_weight_is_named_with_its_module(tmp_path: Path, capsys: pytes
     assert found.steps[0].ratio != 1.0
     command.run(run, 1, "1.0")
     assert "agree in every tensor" in capsys.readouterr().out
+    command.run(run, 1, "1.0", as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert (told["group"], told["index"], told["exact"]) == (1, 0, True)
+    assert [step["ratio"] for step in told["steps"]] == [1.0] * len(told["steps"])
 
 
 def test_what_cannot_be_explained_is_refused(tmp_path: Path) -> None:

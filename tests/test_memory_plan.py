@@ -168,7 +168,7 @@ def test_a_supervised_run_holds_what_its_modules_hold(tmp_path: Path) -> None:
 
 def test_the_plan_is_printed(tmp_path: Path) -> None:
     out = io.StringIO()
-    print_memory(recipe_with(tmp_path), Console(file=out, width=120))
+    print_memory(memory_plan(recipe_with(tmp_path)), Console(file=out, width=120))
     text = out.getvalue()
     for words in ("memory of a trainer rank, GiB", "activations", "memory of an engine, GiB", "most at a time"):
         assert words in text

@@ -167,6 +167,16 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return {f"{p.parent.name}.{k}": v for p in sorted(folder.rglob("*.safetensors")) for k, v in load_file(p).items()}
 
 
+def test_a_tracker_without_its_package_is_told_before_the_model_is_looked_at(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verst.loops.trackers._PACKAGES", {"mlflow": ("no_package_has_this_name",)})
+    (tmp_path / "empty").mkdir()
+    wanted = {"trackers": {"mlflow": {"experiment": "x"}}, "model": {"path": str(tmp_path / "empty")}}
+    with pytest.raises(ConfigError, match=r"trackers\.mlflow needs the package no_package_has_this_name"):
+        run(tables(tiny, tmp_path, **wanted))
+
+
 def test_a_run_learns_and_writes_a_pipeline(tiny: Path, tmp_path: Path) -> None:
     pipeline, rows = run(tables(tiny, tmp_path, save_dtype="float16"))
     _, losses = series(rows, "train/loss")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from family_fixtures import request_of, tiny_folder, tiny_worker
+from rich.console import Console
 
 from verst.engine.resolve import resolve
 from verst.families import recognise
@@ -48,9 +50,11 @@ def test_a_karras_grid_is_trained_where_it_moves() -> None:
     assert float(chosen[0] - chosen[-1]) > 0.5
 
 
-def test_plan_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_them(tmp_path: Path) -> None:
     from verst.cli.plan import print_steps
     from verst.loops.matrix import tiny_recipe
+    from verst.loops.planned import steps_of
 
-    print_steps(tiny_recipe("sd3", "flow_grpo", "lora", folder=tmp_path))
-    assert "noise worth training: low = 0, high = 3" in capsys.readouterr().out
+    out = io.StringIO()
+    print_steps(steps_of(tiny_recipe("sd3", "flow_grpo", "lora", folder=tmp_path)), "sde", Console(file=out))
+    assert "noise worth training: low = 0, high = 3" in out.getvalue()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import signal
 import sys
 import tempfile
@@ -11,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verst.cli.options import print_json
 from verst.config.recipe import Recipe
 from verst.errors import ConfigError
 
@@ -58,7 +58,7 @@ def run(
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
     if as_json:
-        print(json.dumps({"seed": seed, "kinds": chosen, **dataclasses.asdict(outcome)}, indent=1))
+        print_json({"seed": seed, "kinds": chosen, **dataclasses.asdict(outcome)})
     else:
         _print_table(outcome, folder)
     if outcome.problems:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from verst.cli.options import waiting
 
-def run(runs: list[Path], *, host: str, port: int, export: Path | None, max_mb: float) -> None:
+
+def run(runs: list[Path], *, host: str, port: int, export: Path | None, max_mb: float, quiet: bool) -> None:
     if export is None:
         from verst.dashboard.server import serve
 
@@ -15,5 +17,6 @@ def run(runs: list[Path], *, host: str, port: int, export: Path | None, max_mb: 
     from verst.dashboard.run import find_runs
 
     views = find_runs(runs)
-    size = write(views, export, max_bytes=int(max_mb * 1e6))
+    with waiting(quiet=quiet) as tell:
+        size = write(views, export, max_bytes=int(max_mb * 1e6), tell=tell)
     print(f"{export}: {size / 1e6:.1f} MB, {len(views)} run(s)")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import platform
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from verst.cli.options import print_json, waiting
 
 NAMED = ("torch", "diffusers", "transformers", "peft", "ray", "safetensors")
 """Requirements with a line of their own; of the others only those that are amiss have one."""
@@ -27,18 +28,25 @@ class Finding:
     """What to do; empty where nothing is amiss."""
 
 
-def run(target: Path | None, *, as_json: bool) -> bool:
-    """Prints what was found; False where something fails."""
-    from verst.cli.doctor_machine import machine_findings
+def run(target: Path | None, *, as_json: bool, quiet: bool) -> bool:
+    """Prints what was found, with `quiet` only what is amiss; False where something fails."""
+    with waiting(quiet=quiet or as_json) as tell:
+        tell("looking at the machine")
+        from verst.cli.doctor_machine import machine_findings
 
-    findings = [*software(), *machine_findings()]
-    if target is not None:
-        from verst.cli.doctor_target import target_findings
+        findings = [*software(), *machine_findings()]
+        if target is not None:
+            from verst.cli.doctor_target import target_findings
 
-        # What a recipe asks of disk, files and shared memory takes the place of what any run does.
-        more = target_findings(target)
-        findings = [f for f in findings if f.name not in {g.name for g in more}] + more
-    print(report(findings, as_json=as_json))
+            tell(f"looking at {target}")
+            # What a recipe asks of disk, files and shared memory takes the place of what any run does.
+            more = target_findings(target)
+            findings = [f for f in findings if f.name not in {g.name for g in more}] + more
+    shown = [f for f in findings if f.level != "ok"] if quiet else findings
+    if as_json:
+        print_json({"ok": fit(findings), "checks": shown})
+    elif shown:
+        print(report(shown))
     return fit(findings)
 
 
@@ -46,10 +54,8 @@ def fit(findings: Sequence[Finding]) -> bool:
     return all(finding.level != "fail" for finding in findings)
 
 
-def report(findings: Sequence[Finding], *, as_json: bool) -> str:
-    """As lines, or as one JSON object {ok, checks: [{name, level, text, remedy}]}."""
-    if as_json:
-        return json.dumps({"ok": fit(findings), "checks": [asdict(finding) for finding in findings]}, indent=2)
+def report(findings: Sequence[Finding]) -> str:
+    """As lines."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from verst.cli.options import print_json, waiting
+from verst.errors import ConfigError
+
 _SHOWN = 8
 """Differing tensors that are listed for a step."""
 
 
-def run(folder: Path, iteration: int, sample: str) -> None:
-    from verst.errors import ConfigError
-    from verst.loops.explain import explain_ratio
-
+def run(folder: Path, iteration: int, sample: str, *, as_json: bool = False, quiet: bool = False) -> None:
     match = re.fullmatch(r"(\d+)\.(\d+)", sample)
     if match is None:
         raise ConfigError(f"sample {sample!r} must read GROUP.INDEX, both from 0, e.g. 3.15")
-    found = explain_ratio(folder, iteration, int(match[1]), int(match[2]))
+    with waiting(quiet=quiet or as_json) as tell:
+        tell(f"reading {folder}")
+        from verst.loops.explain import explain_ratio
+
+        found = explain_ratio(folder, iteration, int(match[1]), int(match[2]), tell=tell)
+    if as_json:
+        print_json(found)
+        return
     print(f"iteration {iteration}, sample {sample}: {found.prompt!r}, seed {found.seed}")
     print(f"weights: {found.checkpoint or 'as the run began'}")
     for step in found.steps:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from verst.cli.init_parts import Machine, gib, look, model_table, size_table, this_machine
 from verst.cli.init_sft import is_there, sft_tables
+from verst.cli.options import waiting
 from verst.cli.recipe_text import check_free, run_name, write_recipe
 from verst.config import parse_recipe
 from verst.errors import ConfigError, VerstError
 
 if TYPE_CHECKING:
     from verst.families import Family, Geometry, SamplingDefaults
+    from verst.obs.waiting import Tell
 
 ALGORITHMS = ("flow_grpo", "grpo_guard", "nft", "awm", "dpo", "online_sft")
 SFT = "sft"
@@ -62,6 +64,20 @@ class Wishes:
 def run(model: Path, *, out: Path, wishes: Wishes, yes: bool) -> None:
     check_free(out)
     said = answered(wishes, None if yes or not sys.stdin.isatty() else ask_in_terminal)
+    with waiting() as tell:
+        tell(f"looking at {model}")
+        tables, header = _written(model, out, said, tell)
+    write_recipe(out, tables, header)
+    print("\n".join([f"{out}: {header[0]}", *header[1:]]))
+    for path in (said.train, said.heldout):
+        if path is not None and not path.exists():
+            print(f"verst: {path} does not exist yet; one prompt a line: docs/prompts.md", file=sys.stderr)
+    if said.data is not None and not is_there(said.data):
+        print(f"verst: {said.data} does not exist yet; docs/data.md says what is looked for", file=sys.stderr)
+
+
+def _written(model: Path, out: Path, said: Wishes, tell: Tell) -> tuple[dict[str, Any], list[str]]:
+    """The recipe, and the lines above it."""
     family, defaults, geometry = look(model)
     machine = this_machine()
     notes: list[str] = []
@@ -73,20 +89,14 @@ def run(model: Path, *, out: Path, wishes: Wishes, yes: bool) -> None:
         rewards = [_reward(said)] if said.reward else []
         tables, notes = sft_tables(model, out.stem, family, defaults, geometry, said.data, machine, full=said.full)
         tables |= {"rewards": rewards, "prompts": {"heldout": str(said.heldout)}} if rewards else {}
-    tables, note = fitted(tables, machine)
+    tables, note = fitted(tables, machine, tell=tell)
     header = [
         f"{family.name} with {said.algorithm}, written by verst init. {machine}",
         note,
         f"Look at it first: verst plan {out}; verst doctor {out}. Then: verst train {out}",
         *notes,
     ]
-    write_recipe(out, tables, header)
-    print("\n".join([f"{out}: {header[0]}", *header[1:]]))
-    for path in (said.train, said.heldout):
-        if path is not None and not path.exists():
-            print(f"verst: {path} does not exist yet; one prompt a line: docs/prompts.md", file=sys.stderr)
-    if said.data is not None and not is_there(said.data):
-        print(f"verst: {said.data} does not exist yet; docs/data.md says what is looked for", file=sys.stderr)
+    return tables, header
 
 
 def answered(wishes: Wishes, ask: Ask | None) -> Wishes:
@@ -206,7 +216,7 @@ def recipe_tables(
     }  # fmt: skip
 
 
-def fitted(tables: dict[str, Any], machine: Machine) -> tuple[dict[str, Any], str]:
+def fitted(tables: dict[str, Any], machine: Machine, *, tell: Tell | None = None) -> tuple[dict[str, Any], str]:
     """Batches as large as a trainer rank and an engine beside it can take, and a sentence on how that was found."""
     from verst.loops.memory_plan import memory_plan
     from verst.trainer.estimate import peak_of
@@ -218,6 +228,11 @@ def fitted(tables: dict[str, Any], machine: Machine) -> tuple[dict[str, Any], st
         if rows < smallest:
             continue
         tried = sized(tables, rows, checkpointing)
+        if tell is not None:
+            tell(
+                f"the memory of {rows} rows a tile"
+                + (", with activation checkpointing" if checkpointing != "none" else "")
+            )
         try:
             plan = memory_plan(parse_recipe(tried))
         except (VerstError, RuntimeError) as error:  # RuntimeError: a size that the model itself cannot take

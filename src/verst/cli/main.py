@@ -22,15 +22,9 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import typer
 
-from verst.cli import starting, usage
+from verst.cli import looking, starting, usage
+from verst.cli.options import AsJson, Overrides, Quiet, RecipePath, waiting
 from verst.errors import VerstError
-
-RecipePath = Annotated[Path, typer.Argument(help="Recipe in TOML.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value.", show_default=False)
-]
-
-Checkpoint = Annotated[str, typer.Option(help="newest, best, or an iteration, e.g. 40.")]
 
 _GPUS = ",".join(str(2**n) for n in range(11))
 
@@ -74,12 +68,12 @@ def train(
     if_complete: Annotated[
         Literal["summary", "new"], typer.Option(help="When the run is complete already: say so, or start it anew.")
     ] = "summary",
-    quiet: Annotated[bool, typer.Option(help="Print nothing.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing.")] = False,
 ) -> None:
     """Run a recipe, or go on with it: the same command continues after any interruption."""
     from verst.cli import train as command
 
-    command.run(_load(recipe, overrides), if_complete=if_complete, quiet=quiet)
+    command.run(_load(recipe, overrides, quiet=quiet), if_complete=if_complete, quiet=quiet)
 
 
 @app.command()
@@ -98,82 +92,18 @@ def plan(
     ] = None,
     times: Annotated[Path | None, typer.Option(help="With --simulate: a TOML that says so, docs/scaling.md.")] = None,
     gpus: Annotated[str, typer.Option(help="With --simulate: numbers of GPUs to plan for.")] = _GPUS,
-    as_json: Annotated[bool, typer.Option("--json", help="With --simulate: JSON in place of tables.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Print the resolved recipe, its batch arithmetic and its processes. Loads no model."""
     from verst.cli import plan as command
 
+    quiet = quiet or as_json
+    loaded = _load(recipe, overrides, model=not simulate and (steps or memory), quiet=quiet)
     if simulate:
-        command.print_simulation(
-            _load(recipe, overrides, model=False), source=source, times=times, gpus=gpus, as_json=as_json
-        )
-        return
-    loaded = _load(recipe, overrides, model=steps or memory)
-    command.run(loaded)
-    if memory:
-        command.print_memory(loaded)
-    if steps:
-        command.print_steps(loaded)
-
-
-@app.command("eval")
-def evaluate(
-    run: Annotated[Path, typer.Argument(help="A run folder, or a recipe (then its untrained model).")],
-    overrides: Overrides = None,
-    checkpoint: Checkpoint = "newest",
-    ema: Annotated[bool, typer.Option(help="Use the moving average of the weights.")] = False,
-) -> None:
-    """Held-out reward of a checkpoint, in this process."""
-    from verst.cli import models
-
-    models.evaluate(run, overrides or [], checkpoint=checkpoint, ema=ema)
-
-
-@app.command()
-def replay(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
-    iteration: Annotated[
-        int | None, typer.Option(help="Which to make again, from the newest checkpoint before it; unset = the newest.")
-    ] = None,
-) -> None:
-    """Make recorded iterations again and compare metrics and weights bit for bit; exits 1 where they differ."""
-    from verst.cli import replay as command
-
-    command.run(run, iteration)
-
-
-@app.command("explain-ratio")
-def explain_ratio(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
-    iteration: Annotated[int, typer.Argument(help="From 1; a checkpoint of the iteration before must be kept.")],
-    sample: Annotated[str, typer.Argument(help="GROUP.INDEX, both from 0.")],
-) -> None:
-    """Make one sample again in engine and trainer, and name the first block and tensor that differ."""
-    from verst.cli import explain as command
-
-    command.run(run, iteration, sample)
-
-
-@app.command()
-def trace(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
-    out: Annotated[Path | None, typer.Option(help="File to write; unset = trace.json in the run folder.")] = None,
-) -> None:
-    """Write a run's spans as a trace that ui.perfetto.dev shows: engines, parsers, reward workers, trainer, driver."""
-    from verst.cli import timing as command
-
-    command.trace(run, out)
-
-
-@app.command()
-def triage(
-    run: Annotated[Path, typer.Argument(help="A run folder, of a run that may still go on.")],
-    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-) -> None:
-    """Say where a run's time went, what bounds it, and which knobs of its recipe would save how much."""
-    from verst.cli import timing as command
-
-    command.triage(run, as_json=json)
+        command.print_simulation(loaded, source=source, times=times, gpus=gpus, as_json=as_json, quiet=quiet)
+    else:
+        command.run(loaded, steps=steps, memory=memory, as_json=as_json, quiet=quiet)
 
 
 @app.command()
@@ -190,13 +120,13 @@ def chaos(
     timeout_s: Annotated[
         float, typer.Option("--timeout", help="Seconds after which no further fault is begun.")
     ] = 3600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run a recipe twice, once among random faults, and check that nothing is lost and the weights are the same."""
     from verst.cli import chaos as command
 
     command.run(
-        _load(recipe, overrides),
+        _load(recipe, overrides, quiet=as_json),
         recipe,
         overrides or [],
         seed=seed,
@@ -207,33 +137,6 @@ def chaos(
         timeout_s=timeout_s,
         as_json=as_json,
     )
-
-
-@app.command()
-def generate(
-    model: Annotated[Path, typer.Argument(help="A model folder in the diffusers layout, or a run folder.")],
-    prompts: Annotated[list[str], typer.Argument(help="One picture each.")],
-    out: Annotated[Path, typer.Option(help="Folder for the PNG files.")] = Path("generated"),
-    seed: Annotated[int, typer.Option(help="Noise of the first picture; the next ones count up.")] = 0,
-    height: Annotated[int | None, typer.Option(help="Pixels; unset = the run's or the model's own.")] = None,
-    width: Annotated[int | None, typer.Option(help="Pixels; unset = the run's or the model's own.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale; at most 1 = off.")] = None,
-    max_sequence_length: Annotated[int | None, typer.Option(help="Tokens of the long text encoder.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    checkpoint: Checkpoint = "newest",
-) -> None:
-    """Make pictures with a model folder or with what a run has learned."""
-    from verst.cli import models
-
-    sampling = {
-        "height": height,
-        "width": width,
-        "num_inference_steps": steps,
-        "guidance_scale": guidance,
-        "max_sequence_length": max_sequence_length,
-    }
-    models.generate(model, prompts, out=out, seed=seed, device=device, sampling=sampling, checkpoint=checkpoint)
 
 
 @app.command()
@@ -308,55 +211,24 @@ def router(
 
 
 @app.command()
-def export(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
-    what: Annotated[
-        Literal["auto", "lora", "pipeline"],
-        typer.Option(help="lora: pytorch_lora_weights.safetensors; pipeline: a whole model folder, LoRA merged."),
-    ] = "auto",
-    checkpoint: Checkpoint = "newest",
-    ema: Annotated[bool, typer.Option(help="Export the moving average of the weights.")] = False,
-) -> None:
-    """Write a checkpoint as a LoRA or a pipeline that plain diffusers loads."""
-    from verst.cli import models
-
-    models.export(run, out, what=what, checkpoint=checkpoint, ema=ema)
-
-
-@app.command()
-def dashboard(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of them such as runs/.")],
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; elsewhere than on loopback VERST_TOKEN must be set.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 = any free one.")] = 8080,
-    export: Annotated[
-        Path | None, typer.Option(help="Write the page as this one HTML file instead, to mail or keep.")
-    ] = None,
-    max_mb: Annotated[float, typer.Option(help="Of that file, at most; samples are left out beyond.")] = 20.0,
-) -> None:
-    """Look at runs, live, in a browser: curves, samples, who did what when, alarms, recipes side by side."""
-    from verst.cli import dashboard as command
-
-    command.run(runs, host=host, port=port, export=export, max_mb=max_mb)
-
-
-@app.command()
 def tiny(
     family: Annotated[str, typer.Argument(help="sd3, sd3.5, flux1, wan2.1, ...; a wrong one names them all.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
 ) -> None:
     """Write a tiny random checkpoint in the real layout, to try things with."""
-    from verst.families.tiny import build_tiny
 
-    build_tiny(family, out, seed=seed)
+    with waiting() as tell:
+        tell(f"building {out}")
+        from verst.families.tiny import build_tiny
+
+        build_tiny(family, out, seed=seed)
     print(out)
 
 
 bench = typer.Typer(no_args_is_help=True, help="Measurements and proofs, printed as tables.")
 app.add_typer(bench, name="bench")
+looking.add_commands(app)
 starting.add_commands(app)
 
 
@@ -370,12 +242,15 @@ def matrix(
     raise typer.Exit(1 if print_matrix(families or []) else 0)
 
 
-def _load(recipe: Path, overrides: list[str] | None, *, model: bool = True) -> Any:
+def _load(recipe: Path, overrides: list[str] | None, *, model: bool = True, quiet: bool = False) -> Any:
     """The recipe, its files there; with `model` its model too, from the hub where a hub id names it."""
     from verst.config import load_recipe
     from verst.loops.start import with_files
 
-    return with_files(load_recipe(recipe, overrides or []), model=model)
+    loaded = load_recipe(recipe, overrides or [])
+    with waiting(quiet=quiet or not model) as tell:
+        tell(f"looking for {loaded.model.path}")
+        return with_files(loaded, model=model)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,25 @@ import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from verst.cli.options import print_json, waiting
 
 
-def evaluate(target: Path, overrides: Sequence[str], *, checkpoint: str, ema: bool) -> None:
+def evaluate(target: Path, overrides: Sequence[str], *, checkpoint: str, ema: bool, as_json: bool, quiet: bool) -> None:
     from verst.config import load_recipe
-    from verst.loops.evaluate import evaluate as evaluated
 
     run = target if target.is_dir() else None
     recipe = load_recipe(target if run is None else run / "recipe.toml", overrides)
-    for name, value in asyncio.run(evaluated(recipe, run, checkpoint=checkpoint, ema=ema)).metrics.items():
+    with waiting(quiet=quiet or as_json) as tell:
+        tell("starting")
+        from verst.loops.evaluate import evaluate as evaluated
+
+        found = asyncio.run(evaluated(recipe, run, checkpoint=checkpoint, ema=ema, tell=tell))
+    if as_json:
+        print_json(found)
+        return
+    for name, value in found.metrics.items():
         print(f"{name}: {value:.6g}")
 
 
@@ -28,43 +37,69 @@ def generate(
     device: str,
     sampling: Mapping[str, Any],
     checkpoint: str,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
-    from PIL import Image
+    with waiting(quiet=quiet or as_json) as tell:
+        tell(f"loading {model}")
+        from PIL import Image
 
-    from verst.loops import local_engine
+        from verst.loops import local_engine
 
-    worker, defaults = local_engine.open_worker(model, device=device, checkpoint=checkpoint)
-    values = {
-        "prompts": tuple(prompts),
-        "seeds": tuple(range(seed, seed + len(prompts))),
-        "rollout": False,
-        "media_format": "uint8",
-        **defaults,
-        **{key: value for key, value in sampling.items() if value is not None},
-    }
-    records = local_engine.generate(worker, values)
-    out.mkdir(parents=True, exist_ok=True)
-    for index, record in enumerate(records):
-        path = out / f"{index:03d}_{re.sub(r'[^A-Za-z0-9]+', '_', record['prompt'])[:60]}.png"
-        Image.fromarray(record["media"][0].cpu().numpy()).save(path)
-        print(path)
+        worker, defaults = local_engine.open_worker(model, device=device, checkpoint=checkpoint)
+        values = {
+            "prompts": tuple(prompts),
+            "seeds": tuple(range(seed, seed + len(prompts))),
+            "rollout": False,
+            "media_format": "uint8",
+            **defaults,
+            **{key: value for key, value in sampling.items() if value is not None},
+        }
+        records = local_engine.generate(worker, values, tell=tell)
+        out.mkdir(parents=True, exist_ok=True)
+        made = []
+        for index, record in enumerate(records):
+            path = out / f"{index:03d}_{re.sub(r'[^A-Za-z0-9]+', '_', record['prompt'])[:60]}.png"
+            Image.fromarray(record["media"][0].cpu().numpy()).save(path)
+            made.append({"path": path, "prompt": record["prompt"], "seed": seed + index})
+    if as_json:
+        print_json(made)
+        return
+    for picture in made:
+        print(picture["path"])
 
 
 def serve(model: Path, *, port: int, dtype: str, device: str, **options: Any) -> None:
-    import torch
+    with waiting() as tell:
+        tell("starting")
+        import torch
 
-    from verst.engine.server import EngineServer
-    from verst.loops.local_engine import pick_device
-    from verst.web.guard import token_from_environment
+        from verst.engine.server import EngineServer
+        from verst.loops.local_engine import pick_device
+        from verst.web.guard import token_from_environment
 
     options |= {"dtype": getattr(torch, dtype), "device": pick_device(device), "token": token_from_environment()}
     server = EngineServer(model, port=port, **options)
     server.serve_forever()
 
 
-def export(run: Path, out: Path, *, what: str, checkpoint: str, ema: bool) -> None:
-    from verst.loops.run_folder import stored_rl_recipe
-    from verst.trainer.export import export as write
+def export(
+    run: Path,
+    out: Path,
+    *,
+    what: Literal["auto", "lora", "pipeline"],
+    checkpoint: str,
+    ema: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    with waiting(quiet=quiet or as_json) as tell:
+        tell(f"reading {run}")
+        from verst.loops.run_folder import stored_rl_recipe
+        from verst.trainer.export import export as write
 
-    made = write(run, stored_rl_recipe(run), out, what=what, which=checkpoint, ema=ema)  # type: ignore[arg-type]
-    print(made.folder)
+        made = write(run, stored_rl_recipe(run), out, what=what, which=checkpoint, ema=ema, tell=tell)
+    if as_json:
+        print_json(made)
+    else:
+        print(made.folder)

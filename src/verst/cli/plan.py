@@ -2,33 +2,64 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 from rich.console import Console
 from rich.table import Table
 
-from verst.config.plan import batch_plan, process_plan
+from verst.cli.options import print_json, waiting
+from verst.config.plan import BatchPlan, ProcessPlan
 from verst.config.recipe import Recipe, RlRecipe
 from verst.errors import ConfigError
 
+if TYPE_CHECKING:
+    from verst.loops.memory_plan import MemoryPlan
+    from verst.loops.planned import Plan, StreamSteps
 
-def run(recipe: Recipe, console: Console | None = None) -> None:
-    console = console or Console()
+
+def run(recipe: Recipe, *, steps: bool, memory: bool, as_json: bool, quiet: bool) -> None:
+    from verst.loops.planned import make_plan
+
+    with waiting(quiet=quiet or as_json or not (steps or memory)) as tell:
+        tell("tracing the model's shapes" if memory else "reading the model's scheduler")
+        plan = make_plan(recipe, steps=steps, memory=memory)
+    if as_json:
+        print_json(_as_tables(plan))
+        return
+    console = Console()
     text = tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
     console.print(text, markup=False, highlight=console.is_terminal, soft_wrap=True)
-    if isinstance(recipe, RlRecipe):
-        console.print(_batch_table(recipe))
-        console.print(_process_table(recipe))
+    if isinstance(recipe, RlRecipe) and plan.batch is not None:
+        console.print(_batch_table(recipe, plan.batch))
+        console.print(_process_table(plan.processes))
+    if plan.memory is not None:
+        print_memory(plan.memory, console)
+    if plan.steps is not None:
+        print_steps(plan.steps, recipe.sampling.transition.type, console)
 
 
-def print_steps(recipe: Recipe, console: Console | None = None) -> None:
+def _as_tables(plan: Plan) -> dict[str, Any]:
+    """With the recipe as it is written in TOML, and what is the most at a time beside the memory's items."""
+    tables = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    tables["recipe"] = plan.recipe.model_dump(mode="json", exclude_none=True)
+    if plan.memory is not None:
+        tables["memory"] = {
+            "trainer": plan.memory.trainer,
+            "trainer_peak_bytes": plan.memory.trainer_peak_bytes,
+            "engine": plan.memory.engine,
+            "engine_peak_bytes": plan.memory.engine_peak_bytes,
+        }
+    return tables
+
+
+def print_steps(streams: Mapping[str, StreamSteps], transition: str, console: Console) -> None:
     """The model's sigma grid: size and noise of each step, and which of them the recipe may train."""
-    from verst.loops.planned import steps_of
-
-    console = console or Console()
-    for stream, steps in steps_of(recipe).items():
-        table = Table(title=f"steps of {stream} ({recipe.sampling.transition.type})", title_justify="left")
+    for stream, steps in streams.items():
+        table = Table(title=f"steps of {stream} ({transition})", title_justify="left")
         for column in ("step", "sigma", "|d sigma|", "noise std"):
             table.add_column(column, justify="right")
         for row in steps.rows:
@@ -37,13 +68,10 @@ def print_steps(recipe: Recipe, console: Console | None = None) -> None:
         console.print(f"steps with noise worth training: low = {steps.low}, high = {steps.high}", highlight=False)
 
 
-def print_memory(recipe: Recipe, console: Console | None = None) -> None:
+def print_memory(plan: MemoryPlan, console: Console) -> None:
     """GiB of each item, what is in host memory apart, and the most that a GPU has to give at a time."""
-    from verst.loops.memory_plan import memory_plan
     from verst.trainer.estimate import gib, host_of, peak_of
 
-    console = console or Console()
-    plan = memory_plan(recipe)
     when = {"always": "", "tile": "in a forward and backward", "step": "in the optimizer's step"}
     titles = {"a trainer rank": plan.trainer, "an engine": plan.engine} if plan.engine else {"the run": plan.trainer}
     for title, items in titles.items():
@@ -59,12 +87,12 @@ def print_memory(recipe: Recipe, console: Console | None = None) -> None:
 
 def print_simulation(
     recipe: Recipe,
-    console: Console | None = None,
     *,
     source: Path | None,
     times: Path | None,
     gpus: str,
     as_json: bool,
+    quiet: bool,
 ) -> None:
     """How long an iteration takes, on how many GPUs. gpus: numbers with commas between."""
     from verst.cli.simulate import show
@@ -76,12 +104,13 @@ def print_simulation(
         numbers = [0]
     if min(numbers) < 1:
         raise ConfigError(f"--gpus {gpus} must be numbers from 1 with commas between, e.g. 8,64")
-    found = simulation(recipe, run=source, times=times, gpus=numbers)
-    show(found, as_json=as_json, console=console or Console())
+    with waiting(quiet=quiet or as_json) as tell:
+        tell("simulating")
+        found = simulation(recipe, run=source, times=times, gpus=numbers)
+    show(found, as_json=as_json, console=Console())
 
 
-def _batch_table(recipe: RlRecipe) -> Table:
-    plan = batch_plan(recipe)
+def _batch_table(recipe: RlRecipe, plan: BatchPlan) -> Table:
     table = Table(title="one iteration", title_justify="left", show_header=False)
     rows = [
         ("samples", f"{plan.num_groups} prompts x {plan.group_size} = {plan.samples}"),
@@ -108,10 +137,10 @@ def _ratio(recipe: RlRecipe, *, exact: bool) -> str:
     return "1 to rounding: tiles and engine batches differ in shape"
 
 
-def _process_table(recipe: RlRecipe) -> Table:
+def _process_table(processes: Sequence[ProcessPlan]) -> Table:
     table = Table(title="processes (Ray actors), besides the driver", title_justify="left")
     for column in ("role", "count", "Ray CPUs each"):
         table.add_column(column)
-    for process in process_plan(recipe):
+    for process in processes:
         table.add_row(process.role, str(process.count), f"{process.cpus:g}")
     return table

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from verst.cli.options import print_json
 from verst.config.checks import did_you_mean
 from verst.errors import ConfigError
 
@@ -31,12 +31,15 @@ class ListedRecipe:
 
 def run(name: str | None, *, as_json: bool) -> None:
     if name is not None:
-        text = find(name).read_text()
-        sys.stdout.write(json.dumps({**asdict(listed(find(name))), "text": text}) + "\n" if as_json else text)
+        path = find(name)
+        if as_json:
+            print_json({**asdict(listed(path)), "text": path.read_text()})
+        else:
+            sys.stdout.write(path.read_text())
         return
     rows = [listed(path) for path in paths()]
     if as_json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
+        print_json(rows)
     else:
         _print_table(rows)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+from verst.cli.options import print_json
 
 if TYPE_CHECKING:
     from verst.loops.simulate import Simulation, Size
@@ -24,7 +25,7 @@ def show(found: Simulation, *, as_json: bool, console: Console) -> None:
             "recipe": {**dataclasses.asdict(found.counts), **_facts(found.result)},
             "gpus": sizes,
         }
-        console.print_json(json.dumps(report))
+        print_json(report)
         return
     console.print(_stage_table(found.result))
     console.print(_size_table(found.sizes))

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from verst.cli.options import AsJson
+
 
 def add_commands(app: typer.Typer) -> None:
     app.command()(doctor)
@@ -23,12 +25,13 @@ def doctor(
             metavar="[MODEL_OR_RECIPE]", help="Also: is this model folder whole, does this recipe fit here."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only what is amiss.")] = False,
 ) -> None:
     """Check Python, packages, GPUs, disk, shared memory, limits and ports, and say what to do; exits 1 where one fails."""
     from verst.cli import doctor as command
 
-    if not command.run(target, as_json=as_json):
+    if not command.run(target, as_json=as_json, quiet=quiet):
         raise typer.Exit(1)
 
 
@@ -63,7 +66,7 @@ def init(
 
 def recipes(
     name: Annotated[str | None, typer.Argument(help="Print this one, e.g. to redirect it into a file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the recipes that come with verst: algorithm, model, what each needs and gives; or print one."""
     from verst.cli import recipes as command

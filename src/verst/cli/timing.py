@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from verst.cli.options import print_json, waiting
 
 if TYPE_CHECKING:
     from verst.obs.triage import Triage, Use
@@ -22,19 +22,26 @@ _PHASES = {
 }
 
 
-def trace(run: Path, out: Path | None) -> None:
-    from verst.loops.timing import trace_run
+def trace(run: Path, out: Path | None, *, as_json: bool, quiet: bool) -> None:
+    with waiting(quiet=quiet or as_json) as tell:
+        tell(f"reading {run}")
+        from verst.loops.timing import trace_run
 
-    path, spans = trace_run(run, out)
+        path, spans = trace_run(run, out)
+    if as_json:
+        print_json({"path": path, "spans": spans})
+        return
     print(f"{path}: {spans} spans; open it at https://ui.perfetto.dev or in chrome://tracing")
 
 
-def triage(run: Path, *, as_json: bool) -> None:
-    from verst.loops.timing import triage_run
+def triage(run: Path, *, as_json: bool, quiet: bool) -> None:
+    with waiting(quiet=quiet or as_json) as tell:
+        tell(f"reading {run}")
+        from verst.loops.timing import triage_run
 
-    result = triage_run(run)
+        result = triage_run(run)
     if as_json:
-        print(json.dumps(dataclasses.asdict(result), indent=1))
+        print_json(result)
         return
     print(f"{run}: {result.iterations} iterations of {_s(result.iteration_s)} on average were looked at")
     for line in in_words(result):

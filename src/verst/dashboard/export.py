@@ -14,6 +14,7 @@ from verst.dashboard.page import single_file
 from verst.dashboard.run import KINDS, RunView, Seen, every_nth
 from verst.errors import ConfigError
 from verst.obs.samples import Kind
+from verst.obs.waiting import Tell, nobody
 
 MAX_SPANS = 30_000
 """Of all runs together."""
@@ -22,14 +23,16 @@ MAX_GROUP_ITERATIONS = 200
 _TYPES = {".png": "image/png", ".webp": "image/webp", ".webm": "video/webm"}
 
 
-def export(views: Sequence[RunView], path: Path, *, max_bytes: int) -> int:
+def export(views: Sequence[RunView], path: Path, *, max_bytes: int, tell: Tell = nobody) -> int:
     """Write the file, in place of what is there; its bytes. Raises ConfigError where even the numbers need more.
 
     max_bytes: samples are put in as long as there is room: of each run the newest and the first iterations, then ever
     finer between them.
     """
-    for view in views:
+    for number, view in enumerate(views):
+        tell(f"reading {view.path}, runs", done=number, total=len(views))
         view.refresh()
+    tell("reading groups and spans")
     data = _numbers(views)
     room = max_bytes - len(single_file(data).encode())
     if room < 0:
@@ -37,9 +40,10 @@ def export(views: Sequence[RunView], path: Path, *, max_bytes: int) -> int:
             f"the numbers of these runs take {max_bytes - room} bytes, more than --max-mb = {max_bytes / 1e6:g}; "
             "raise it, or export fewer runs"
         )
-    left_out = _add_samples(data, views, room)
+    left_out = _add_samples(data, views, room, tell)
     if left_out:
         data["note"] += f"; of {left_out} more iterations the samples are left out"
+    tell(f"writing {path}")
     text = single_file(data)
     partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,11 +69,13 @@ def _numbers(views: Sequence[RunView]) -> dict[str, Any]:
     }
 
 
-def _add_samples(data: dict[str, Any], views: Sequence[RunView], room: int) -> int:
+def _add_samples(data: dict[str, Any], views: Sequence[RunView], room: int, tell: Tell) -> int:
     """Fill `room` bytes; how many iterations had to stay out."""
     left_out = 0
     told = {message["run"]: message["samples"] for message in data["messages"]}
-    for view, kind, iteration in _in_turn(views):
+    wanted = list(_in_turn(views))
+    for number, (view, kind, iteration) in enumerate(wanted):
+        tell("packing samples, iterations", done=number, total=len(wanted))
         shown = _shown(view, kind, iteration)
         size = len(json.dumps(shown)) + 40
         if size > room:

@@ -102,11 +102,23 @@ class FileDataset:
             replaced += skipped > 0
         return self._encoded(slots.bucket, items, files, replaced)
 
-    def heldout(self, batch_size: int) -> list[Encoded]:
-        """The held-out items, bucket by bucket. Raises DataError when none is usable."""
-        batches = []
+    def heldout(
+        self, batch_size: int, *, on_item: Callable[[int, int], None] = lambda done, total: None
+    ) -> list[Encoded]:
+        """The held-out items, bucket by bucket. Raises DataError when none is usable.
+
+        on_item: told before each how many are done, of how many.
+        """
+        batches: list[Encoded] = []
+        done, total = 0, sum(len(items) for items in self._heldout.values())
         for bucket, items in self._heldout.items():
-            good = [(item, files) for item in items if (files := self._try(item, bucket, step=STARTUP)) is not None]
+            good = []
+            for item in items:
+                on_item(done, total)
+                files = self._try(item, bucket, step=STARTUP)
+                done += 1
+                if files is not None:
+                    good.append((item, files))
             for start in range(0, len(good), batch_size):
                 chosen = good[start : start + batch_size]
                 batches.append(self._encoded(bucket, [item for item, _ in chosen], [files for _, files in chosen], 0))

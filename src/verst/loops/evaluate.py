@@ -14,6 +14,7 @@ from verst.flow.determinism import make_deterministic
 from verst.loops.local_engine import local_pipeline
 from verst.loops.prompt_checks import check_prompts
 from verst.loops.rl import heldout_metrics, wants_cuda
+from verst.obs.waiting import Tell, nobody
 from verst.rewards.local import local_pools
 from verst.rollout.plan import plan_evaluation
 from verst.rollout.prompts import read_prompts
@@ -30,7 +31,7 @@ class Evaluation:
     """Whose weights they are; None: those that the recipe starts from."""
 
 
-async def evaluate(recipe: Recipe, run: Path | None, *, checkpoint: str, ema: bool) -> Evaluation:
+async def evaluate(recipe: Recipe, run: Path | None, *, checkpoint: str, ema: bool, tell: Tell = nobody) -> Evaluation:
     """A checkpoint of a run; without one the model that the recipe starts from.
 
     checkpoint: as for `find_checkpoint`. ema: the moving average of the weights. Raises ConfigError for a recipe of SFT, a
@@ -45,10 +46,13 @@ async def evaluate(recipe: Recipe, run: Path | None, *, checkpoint: str, ema: bo
                     f"{said}: {recipe.run.name} is a recipe, whose untrained model is evaluated; name a run"
                 )
     folder = None if run is None else find_checkpoint(run, checkpoint)
-    return Evaluation(metrics=await evaluate_model(recipe, checkpoint=folder, ema=ema), checkpoint=folder)
+    metrics = await evaluate_model(recipe, checkpoint=folder, ema=ema, tell=tell)
+    return Evaluation(metrics=metrics, checkpoint=folder)
 
 
-async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool) -> dict[str, float]:
+async def evaluate_model(
+    recipe: RlRecipe, *, checkpoint: Path | None, ema: bool, tell: Tell = nobody
+) -> dict[str, float]:
     """Metric name -> mean over the held-out prompts; None evaluates the recipe's untrained model."""
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
@@ -56,17 +60,29 @@ async def evaluate_model(recipe: RlRecipe, *, checkpoint: Path | None, ema: bool
     if recipe.run.deterministic:
         make_deterministic(torch.device(device))
     model = recipe.model
+    tell(f"loading {model.path}")
     worker = Worker(
         model.path, dtype=DTYPES[model.dtype], fp32_modules=model.fp32_modules, device=device, compiled=model.compile
     )
     if checkpoint is not None:
+        tell(f"loading {checkpoint}")
         load_trained(worker.components.transformer, recipe, checkpoint, ema=ema)
     heldout = read_prompts(recipe.prompts.heldout)[: recipe.eval.num_prompts]
     check_prompts(recipe, (), heldout)
+    tell("loading the rewards")
     score = Scorer(
         recipe.judges, local_pools(recipe.judges), group_size=recipe.rollout.group_size, always=gold_names(recipe)
     )
 
     pipeline = local_pipeline(worker, score)
-    scored, _ = await pipeline.run(plan_evaluation(recipe, heldout), weight_version=worker.weight_version)
+    tasks = plan_evaluation(recipe, heldout)
+    made = 0
+
+    def one_more() -> None:
+        nonlocal made
+        made += 1
+        tell("sampling held-out prompts, batches", done=made, total=len(tasks))
+
+    tell("sampling held-out prompts, batches", total=len(tasks))
+    scored, _ = await pipeline.run(tasks, weight_version=worker.weight_version, on_generated=one_more)
     return heldout_metrics(recipe, scored)

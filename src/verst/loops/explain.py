@@ -32,6 +32,7 @@ from verst.loops.rl import wants_cuda
 from verst.loops.run_folder import stored_rl_recipe
 from verst.obs.alarms import ROLLED_BACK_TO
 from verst.obs.metrics import read_metrics
+from verst.obs.waiting import Tell, nobody
 from verst.rollout.ahead import position_of, version_of
 from verst.rollout.plan import MicrogroupTask, plan_group
 from verst.rollout.prompts import PromptSource
@@ -93,7 +94,13 @@ class Explanation:
 
 
 def explain_ratio(
-    run: Path, iteration: int, group: int, index: int, *, perturb: Callable[[nn.Module], None] | None = None
+    run: Path,
+    iteration: int,
+    group: int,
+    index: int,
+    *,
+    perturb: Callable[[nn.Module], None] | None = None,
+    tell: Tell = nobody,
 ) -> Explanation:
     """Sample `index` of group `group` of `iteration` (from 1), by the weights that sampled it, in engine and trainer alike.
 
@@ -119,6 +126,7 @@ def explain_ratio(
     if recipe.run.deterministic:
         make_deterministic(device)
     model = recipe.model
+    tell(f"loading {model.path} for engine and trainer")
     worker = Worker(
         model.path, dtype=DTYPES[model.dtype], fp32_modules=model.fp32_modules, device=device, compiled=model.compile
     )
@@ -128,7 +136,9 @@ def explain_ratio(
         sync_in_process(trainer, worker, version=version)
         if perturb is not None:
             perturb(trainer.transformer)
+        tell("sampling again")
         microgroup = _generate(worker, task)
+        tell("comparing engine and trainer, step by step")
         row = [key.index for key in task.keys].index(index)
         steps = tuple(
             _explain_step(recipe, worker, trainer, task, microgroup, row, tile, step)

@@ -12,17 +12,22 @@ from verst.families import Components
 from verst.flow.noise import derive_seed
 from verst.loops.sft_data import Batch
 from verst.loops.sft_loss import SupervisedLoss, in_order
+from verst.obs.waiting import Tell, nobody
 
 
 class HeldOutLoss:
     """Every item at `data.heldout_sigmas` evenly spaced noise levels, in the middle of as many parts of [0, 1]."""
 
-    def __init__(self, components: Components, data: FileDataset, recipe: SftRecipe) -> None:
+    def __init__(self, components: Components, data: FileDataset, recipe: SftRecipe, *, tell: Tell = nobody) -> None:
         """Encodes the items once. Raises DataError where none can be used."""
         assert isinstance(recipe.data, FilesData)
         self._num_sigmas = recipe.data.heldout_sigmas
         self._batches: list[Batch] = []
-        for number, found in enumerate(data.heldout(recipe.trainer.tile_size)):
+
+        def on_item(done: int, total: int) -> None:
+            tell("encoding held-out items", done=done, total=total)
+
+        for number, found in enumerate(data.heldout(recipe.trainer.tile_size, on_item=on_item)):
             generator = torch.Generator().manual_seed(derive_seed(recipe.eval.seed, "heldout loss", number))
             captions = [item.caption for item in found.items]
             eps = {k: torch.randn(x.shape, generator=generator).to(x.device) for k, x in found.x0[0].items()}

@@ -18,6 +18,7 @@ from verst.engine.worker import Worker
 from verst.errors import ConfigError, RequestError
 from verst.families.loading import index_file
 from verst.loops.run_folder import stored_rl_recipe
+from verst.obs.waiting import Tell, nobody
 from verst.rollout.pipeline import Pipeline
 from verst.rollout.plan import MicrogroupTask
 from verst.rollout.scoring import Scorer
@@ -67,7 +68,7 @@ def pick_device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def generate(worker: Worker, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+def generate(worker: Worker, values: Mapping[str, Any], *, tell: Tell = nobody) -> list[dict[str, Any]]:
     """What the worker makes of a request with these fields.
 
     Raises RequestError for a wrong one, PromptError, and EngineError for numbers that are not finite.
@@ -76,11 +77,21 @@ def generate(worker: Worker, values: Mapping[str, Any]) -> list[dict[str, Any]]:
         request = GenerateRequest.model_validate(values)
     except ValidationError as error:
         raise RequestError(explain(error)[1]) from error
-    return _generate(worker, request)
+    return _generate(worker, request, tell)
 
 
-def _generate(worker: Worker, request: GenerateRequest) -> list[dict[str, Any]]:
-    (records,) = worker.generate([resolve(request, worker.components)])
+def _generate(worker: Worker, request: GenerateRequest, tell: Tell = nobody) -> list[dict[str, Any]]:
+    resolved = resolve(request, worker.components)
+    begun = 0
+
+    def next_step() -> bool:
+        nonlocal begun
+        tell("denoising, steps", done=begun, total=resolved.num_steps)
+        begun += 1
+        return False
+
+    tell("encoding the prompts")
+    (records,) = worker.generate([resolved], stopped=next_step)
     if isinstance(records, Exception):
         raise records
     return records

@@ -20,6 +20,7 @@ from verst.errors import ConfigError
 from verst.loops.rl import train_rl
 from verst.loops.run_folder import RunFolder, stored_rl_recipe
 from verst.obs.metrics import read_metrics
+from verst.obs.waiting import Tell, nobody
 from verst.trainer import checkpoint
 
 
@@ -36,7 +37,7 @@ class Replay:
     """One line each; none: the same run."""
 
 
-async def replay(run: Path, iteration: int | None = None) -> Replay:
+async def replay(run: Path, iteration: int | None = None, *, tell: Tell = nobody) -> Replay:
     """Iteration `iteration`, from the newest checkpoint before it; None takes the newest checkpoint's own.
 
     Raises ConfigError where no kept checkpoint lies before it, or the run has not reached it.
@@ -57,10 +58,12 @@ async def replay(run: Path, iteration: int | None = None) -> Replay:
             name = checkpoint.step_folder(folder.checkpoints, step).name
             shutil.copytree(run / "checkpoints" / name, folder.checkpoints / name)
         shutil.copyfile(run / "metrics.jsonl", folder.metrics)
+        tell(f"making iterations {start + 1} to {last} again")
         try:
             await train_rl(copied, folder, quiet=True, until=last)
         finally:
             folder.close()
+        tell("comparing")
         again = {int(row["iteration"]): row for row in read_metrics(folder.metrics)}
         differences, metrics = [], 0
         for number in range(start + 1, last + 1):

@@ -77,6 +77,10 @@ class Report:
     def status(self, text: str) -> None:
         self._progress.status(text)
 
+    def doing(self, text: str) -> None:
+        """What a live display says until the next iteration; no line of a log."""
+        self._progress.doing(text)
+
     def notice(self, text: str) -> None:
         """A line that stays in the terminal."""
         self._progress.notice(text)

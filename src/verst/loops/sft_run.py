@@ -28,11 +28,20 @@ from verst.loops.sft_data import Batch
 from verst.loops.sft_loss import LOSSES
 from verst.loops.sft_model import arrange_blocks, load_model, pick_device, trained_modules
 from verst.loops.sft_source import check_prompts, open_source, read_captions, read_heldout, refuse_shared
+from verst.loops.trackers import check_trackers
 from verst.obs.metrics import MetricsLog
 from verst.obs.spans import DRIVER, TRAINER, lane_of
+from verst.obs.waiting import Tell, waiting
 from verst.trainer import checkpoint
 from verst.trainer.core import StepMetrics, Trainer
 from verst.trainer.scaler import make_scaler
+
+_SHOWN = {
+    "wait": "waiting for files to be read and encoded",
+    "evaluate": "evaluating held-out samples",
+    "checkpoint": "saving a checkpoint",
+}
+"""Phase -> what a live display says of it."""
 
 
 class SftRun:
@@ -40,11 +49,20 @@ class SftRun:
 
     def __init__(self, recipe: SftRecipe, folder: RunFolder, *, quiet: bool) -> None:
         """Raises ConfigError, ModelError, PromptError, DataError or RewardError for what cannot work, before training."""
+        check_trackers(recipe.trackers)
         missing = missing_files(recipe)
         if missing:
             raise ConfigError("\n".join(missing))
         self._recipe = recipe
         self._folder = folder
+        with waiting(quiet=quiet) as tell:
+            self._open(tell)
+        self._last_step_s = time.perf_counter()
+        self._report = Report(recipe, folder, quiet=quiet)
+
+    def _open(self, tell: Tell) -> None:
+        """Model, data and trainer."""
+        recipe, folder = self._recipe, self._folder
         self._device = pick_device(recipe)
         torch.set_num_threads(recipe.run.threads or len(os.sched_getaffinity(0)))
         if recipe.run.deterministic:
@@ -53,8 +71,11 @@ class SftRun:
         captions = read_captions(recipe)
         refuse_shared(recipe, captions)
         prompts = read_heldout(recipe)
+        tell("loading the rewards")
         self._heldout = HeldOut(prompts, recipe) if recipe.rewards else None
+        tell(f"loading {recipe.model.path}")
         self.components = load_model(recipe, self._device)
+        tell("reading the data")
         self.source = open_source(recipe, self.components, folder.path, captions)
         self._cut = check_prompts(
             recipe,
@@ -69,11 +90,9 @@ class SftRun:
         self.loss = LOSSES[type(recipe.algorithm)](recipe, self.components, self.trainer)
         # After the frozen copy is made, which has no backward.
         arrange_blocks(self.components, recipe)
-        self._heldout_loss = self.source.heldout_loss()
+        self._heldout_loss = self.source.heldout_loss(tell)
         self.pipeline = folder.path / "pipeline"
         """Where the result goes."""
-        self._last_step_s = time.perf_counter()
-        self._report = Report(recipe, folder, quiet=quiet)
 
     def __enter__(self) -> SftRun:
         return self
@@ -87,6 +106,7 @@ class SftRun:
         """Optimizer steps done: those of the newest checkpoint, or 0 after the autoencoder's stage."""
         latest = self._folder.latest()
         if latest is not None:
+            self._report.doing(f"loading {latest}")
             state = checkpoint.read_state(latest)
             checkpoint.read_tensors(latest, self._tensors(), alone=True)
             if self._recipe.autoencoder.steps:
@@ -98,6 +118,7 @@ class SftRun:
         self._report.resume_at(-1)
         if self._recipe.autoencoder.steps:
             self._train_autoencoder()
+        self._report.doing(_SHOWN["evaluate"])
         with self._evaluated_weights():
             self._report.iteration(0, self.source.facts() | self._cut | self._evaluate(self.components, 0))
         self._last_step_s = time.perf_counter()
@@ -129,7 +150,9 @@ class SftRun:
         return stop
 
     def phase(self, name: str, iteration: int) -> AbstractContextManager[None]:
-        """Takes down a span."""
+        """Takes down a span, and says what it is where a person looks."""
+        if name in _SHOWN:
+            self._report.doing(_SHOWN[name])
         kind = TRAINER if name == "train" else DRIVER
         return self._report.spans.span(name, lane=lane_of(kind, 0), iteration=iteration)
 
@@ -148,6 +171,7 @@ class SftRun:
                 "run.iterations and start again: the run goes on from its checkpoint"
             )
         if not stopped:
+            self._report.doing("writing the pipeline")
             with self._evaluated_weights():
                 self._save_pipeline()
         self._report.finish(iteration, early=stopped, result=self.pipeline)

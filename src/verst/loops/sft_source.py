@@ -19,6 +19,7 @@ from verst.families import Components
 from verst.families.base import ANY_IMAGES
 from verst.loops.heldout_loss import HeldOutLoss
 from verst.loops.sft_data import Batches, DrawnBatches, FileBatches
+from verst.obs.waiting import Tell, nobody
 from verst.rewards.preflight import check_rewards
 from verst.rollout.prompts import Prompt, read_prompts
 from verst.types import Geometry
@@ -45,10 +46,10 @@ class Source:
         """Batches made ahead; drawn pictures cost nothing worth a thread."""
         return self.recipe.data.prefetch if isinstance(self.recipe.data, FilesData) else 0
 
-    def heldout_loss(self) -> HeldOutLoss | None:
+    def heldout_loss(self, tell: Tell = nobody) -> HeldOutLoss | None:
         if self.files is None or not isinstance(self.recipe.data, FilesData) or not self.recipe.data.heldout:
             return None
-        return HeldOutLoss(self.components, self.files, self.recipe)
+        return HeldOutLoss(self.components, self.files, self.recipe, tell=tell)
 
     def facts(self) -> dict[str, float]:
         """What was found before the first step; names of docs/metrics.md."""

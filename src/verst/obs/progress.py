@@ -33,6 +33,9 @@ class Progress(Protocol):
     def status(self, text: str) -> None:
         """What the run does now, e.g. "starting 1 engine"."""
 
+    def doing(self, text: str) -> None:
+        """The same, of what is too short or too frequent for a line in a log."""
+
     def notice(self, text: str) -> None:
         """Something that must be seen and stay, e.g. an alarm."""
 
@@ -97,6 +100,9 @@ class QuietProgress:
     def status(self, text: str) -> None:
         pass
 
+    def doing(self, text: str) -> None:
+        pass
+
     def notice(self, text: str) -> None:
         pass
 
@@ -120,6 +126,9 @@ class LineProgress:
 
     def status(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    def doing(self, text: str) -> None:
+        pass
 
     def notice(self, text: str) -> None:
         self.status(text)
@@ -146,6 +155,9 @@ class LiveProgress:
 
     def status(self, text: str) -> None:
         self._status = text
+
+    def doing(self, text: str) -> None:
+        self.status(text)
 
     def notice(self, text: str) -> None:
         # Above the panel, where it is not drawn over.

@@ -18,6 +18,7 @@ from verst.config import sections as s
 from verst.config.recipe import RlRecipe
 from verst.errors import ConfigError
 from verst.families import recognise
+from verst.obs.waiting import Tell, nobody
 from verst.trainer import checkpoint
 from verst.trainer.rl import lora_spec
 from verst.weights.lora import ADAPTER, adaptable, attach_lora
@@ -78,7 +79,9 @@ def load_trained(module: nn.Module, recipe: RlRecipe, folder: Path, *, ema: bool
     module.requires_grad_(False)
 
 
-def export(run: Path, recipe: RlRecipe, out: Path, *, what: What, which: str, ema: bool) -> Exported:
+def export(
+    run: Path, recipe: RlRecipe, out: Path, *, what: What, which: str, ema: bool, tell: Tell = nobody
+) -> Exported:
     """Write `out` whole or not at all.
 
     lora: `pytorch_lora_weights.safetensors`, for `pipeline.load_lora_weights(out)`.
@@ -95,12 +98,15 @@ def export(run: Path, recipe: RlRecipe, out: Path, *, what: What, which: str, em
         raise ConfigError(f"{out} exists already; name a folder that does not")
     folder = find_checkpoint(run, which)
     family = recognise(recipe.model.path)
+    tell(f"loading {recipe.model.path}")
     components = family.load(recipe.model.path, parts=("transformer",), dtype=torch.float32, device=torch.device("cpu"))
+    tell(f"loading {folder}")
     load_trained(components.transformer, recipe, folder, ema=ema)
     made: Literal["lora", "pipeline"] = "lora" if is_lora and what != "pipeline" else "pipeline"
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.parent.mkdir(parents=True, exist_ok=True)
+    tell(f"writing {out}")
     try:
         if made == "lora":
             write_lora(components.transformer, recipe.model.path, partial)
