@@ -29,6 +29,7 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("recipes", "checkpoints", "data"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name, text in blocks(PAGE, "python", "text"):
+        (tmp_path / title(name)).parent.mkdir(exist_ok=True)
         (tmp_path / title(name)).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -55,7 +56,8 @@ def commands() -> list[list[str]]:
 def test_every_block_runs(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for words in commands():
         if words[0] == "train":  # Ray wants a process of its own, and to be told of CPUs where others run beside it
-            command = [sys.executable, "-m", "verst.cli.main", *words, "run.threads=1", "cluster.num_cpus=2"]
+            ray = () if words[1] == "learn.toml" else ("cluster.num_cpus=2",)  # SFT is one process
+            command = [sys.executable, "-m", "verst.cli.main", *words, "run.threads=1", *ray]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
             assert done.returncode == 0, done.stderr
         else:
@@ -66,6 +68,7 @@ def test_every_block_runs(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list((clone / "pictures").glob("*.png"))) == 2
     assert (clone / "my_pipeline" / "model_index.json").exists()
     assert all("lora" in name for name in load_file(clone / "my_lora" / "pytorch_lora_weights.safetensors"))
+    assert (clone / "learned" / "000_314.png").exists()
     recipe = load_recipe(clone / "mine.toml")
     assert (str(recipe.model.path), recipe.rewards[0].type) == ("my_model", "python")
 

@@ -250,6 +250,7 @@ def test_a_file_has_changed_when_it_is_new_longer_another_or_gone(tmp_path: Path
 
 def test_rows_that_stay_are_written_whole(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
+    assert (keep_rows(path, {"n": int}, lambda row: True), path.exists()) == ([], False)
     path.write_text('{"n": 1}\n{"n": 2}\n{"n": 3}\n{"n": 4')
     assert keep_rows(path, {"n": int}, lambda row: row["n"] != 2) == [{"n": 1}, {"n": 3}]
     assert path.read_text() == '{"n": 1}\n{"n": 3}\n'

@@ -58,6 +58,10 @@ def test_lines_say_reward_heldout_split_and_time_left():
     progress.update(1, METRICS)
     progress.update(2, METRICS | {"reward/heldout": 0.65, "perf/iteration_s": 4.0})
     progress.close()
+    supervised = make_progress(name="sft", total=2, console=(lines := console(terminal=False)))
+    supervised.update(1, {"train/loss": 1.5, "perf/iteration_s": 2.0})
+    supervised.close()
+    assert text(lines).strip() == "iteration 1/2  loss 1.5  2.00 s  2 s left"
     status, start, first, second = text(screen).splitlines()
     assert status == "starting [1] engine"
     assert start == "iteration 0/101  held-out 0.400"

@@ -35,7 +35,12 @@ def read_rows(path: Path, keys: Mapping[str, Kind]) -> list[dict[str, Any]]:
 
 
 def keep_rows(path: Path, keys: Mapping[str, Kind], keeps: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Write the file anew, whole or not at all, with the rows that stay; those rows. Raises as `read_rows`."""
+    """Write the file anew, whole or not at all, with the rows that stay; those rows. A missing file stays missing.
+
+    Raises as `read_rows`.
+    """
+    if not path.exists():
+        return []
     kept = [row for row in read_rows(path, keys) if keeps(row)]
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in kept), encoding="utf-8")

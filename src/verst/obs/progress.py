@@ -216,7 +216,7 @@ def _line(state: ProgressState, metrics: Mapping[str, float]) -> str:
     if "train/loss" in metrics:
         parts.append(f"loss {metrics['train/loss']:.4g}")
     if "perf/iteration_s" in metrics:
-        parts.append(f"{state.seconds[-1]:.2f} s = {_stages(state)}")
+        parts.append(f"{state.seconds[-1]:.2f} s" + (f" = {_stages(state)}" if state.stages else ""))
     if state.eta_s is not None:
         parts.append(f"{duration(state.eta_s)} left")
     return "  ".join(parts)
