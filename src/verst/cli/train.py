@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from verst.cli.options import waiting
 from verst.config.recipe import Recipe
 
 
 def run(recipe: Recipe, *, if_complete: str, quiet: bool) -> None:
     """Dispatch to the loop of the recipe; a complete run says so and is left alone unless `if_complete` is new."""
-    from verst.loops.run_folder import RunFolder
-    from verst.loops.start import run_recipe
+    with waiting(quiet=quiet) as tell:
+        tell("starting")
+        from verst.loops.run_folder import RunFolder
+        from verst.loops.start import load_loop, run_recipe
 
+        load_loop(recipe)
     folder = RunFolder(recipe, if_complete="new" if if_complete == "new" else "summary")
     try:
         summary = folder.summary()

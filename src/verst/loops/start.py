@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from typing import TYPE_CHECKING
 
 from verst.config import Recipe, SftRecipe, missing_files
@@ -31,6 +32,11 @@ def with_files(recipe: Recipe, *, model: bool = True) -> Recipe:
     if missing:
         raise ConfigError("; ".join(missing))
     return found
+
+
+def load_loop(recipe: Recipe) -> None:
+    """Import what `run_recipe` will: torch and Ray take seconds, which a caller may want to say something about."""
+    importlib.import_module("verst.loops.sft" if isinstance(recipe, SftRecipe) else "verst.loops.rl")
 
 
 def run_recipe(recipe: Recipe, folder: RunFolder, *, quiet: bool = False, asked: Asked | None = None) -> None:
