@@ -358,7 +358,10 @@ def test_checkpoints_are_listed_and_exported(run: Path, tmp_path: Path) -> None:
     assert (lora.folder / "pytorch_lora_weights.safetensors").exists()
     pipeline = verst.export(run, str(tmp_path / "model"), what="pipeline", checkpoint=2)
     assert (pipeline.what, pipeline.checkpoint.name) == ("pipeline", "step_00000002")
-    with verst.Engine(pipeline.folder, device="cpu") as merged, verst.Engine(run, device="cpu") as attached:
+    with (
+        verst.Engine(pipeline.folder, device="cpu") as merged,
+        verst.Engine(run, checkpoint=2, device="cpu") as attached,
+    ):
         one, two = (e.generate("a cat", seed=1, guidance_scale=2.0, **SMALL)[0].media.int() for e in (merged, attached))
     assert int((one - two).abs().max()) <= 1  # a merged and an attached LoRA, in 8 bits
     for call, says in (

@@ -21,14 +21,14 @@ class Engine:
     """Samples pictures, clips and their trajectories. One request at a time; use it as a context manager, or close it."""
 
     def __init__(
-        self, model: str | Path, *, device: str = "auto", dtype: str | None = None, checkpoint: str = "newest"
+        self, model: str | Path, *, device: str = "auto", dtype: str | None = None, checkpoint: str | int = "newest"
     ) -> None:
         """model: a folder in the diffusers layout, or a run folder, whose `checkpoint` (newest, best or an iteration) and
         sampling parameters are then taken. dtype: float32, bfloat16 or float16; unset: the run's, else float32.
 
         Raises ModelError for a folder without a model, ConfigError for one that is not there or a wrong value.
         """
-        self.worker, self._defaults = open_worker(Path(model), device=device, dtype=dtype, checkpoint=checkpoint)
+        self.worker, self._defaults = open_worker(Path(model), device=device, dtype=dtype, checkpoint=str(checkpoint))
         self._numbers = itertools.count()
 
     def __enter__(self) -> Engine:
