@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import av
 import httpx
 import numpy as np
 import pytest
 import torch
 from cli_fixtures import here
+from family_fixtures import tiny_folder
 from PIL import Image
 from run_fixtures import recipe_with, tiny_model, write_recipe
 
@@ -159,6 +161,20 @@ def test_generate_writes_the_engines_pictures(tmp_path: Path) -> None:
         assert got.shape == (32, 64, 3)
         # Its threads are the machine's, ours is one.
         assert np.abs(got.astype(int) - expected.astype(int)).max() <= 1
+
+
+def test_generate_writes_clips_with_their_sound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"height": 32, "width": 64, "frames": 9, "fps": 8.0, "steps": 2, "guidance": 3.0, "max-sequence-length": 48}
+    options = [word for name, value in sizes.items() for word in (f"--{name}", value)]
+    folder = tiny_folder("ltx2.3")
+    assert here(monkeypatch, "generate", folder, "a cat", "--out", tmp_path, "--device", "cpu", *options) == 0
+    assert capsys.readouterr().out == f"{tmp_path / '000_a_cat.webm'}\n"
+    with av.open(str(tmp_path / "000_a_cat.webm")) as clip:
+        assert sum(1 for _ in clip.decode(video=0)) == 9
+        assert (clip.streams.video[0].width, clip.streams.video[0].average_rate) == (64, 8)
+        assert len(clip.streams.audio) == 1
 
 
 def test_generate_refuses_what_it_cannot_do(

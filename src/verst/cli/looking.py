@@ -37,11 +37,13 @@ def evaluate(
 
 def generate(
     model: Annotated[Path, typer.Argument(help="A model folder in the diffusers layout, or a run folder.")],
-    prompts: Annotated[list[str], typer.Argument(help="One picture each.")],
-    out: Annotated[Path, typer.Option(help="Folder for the PNG files.")] = Path("generated"),
+    prompts: Annotated[list[str], typer.Argument(help="One picture or clip each.")],
+    out: Annotated[Path, typer.Option(help="Folder for the files: PNG, of clips WebM.")] = Path("generated"),
     seed: Annotated[int, typer.Option(help="Noise of the first picture; the next ones count up.")] = 0,
     height: Annotated[int | None, typer.Option(help="Pixels; unset = the run's or the model's own.")] = None,
     width: Annotated[int | None, typer.Option(help="Pixels; unset = the run's or the model's own.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Of a clip; unset = the run's or the model's own.")] = None,
+    fps: Annotated[float | None, typer.Option(help="Frames a second of a clip.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale; at most 1 = off.")] = None,
     max_sequence_length: Annotated[int | None, typer.Option(help="Tokens of the long text encoder.")] = None,
@@ -50,12 +52,14 @@ def generate(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Make pictures with a model folder or with what a run has learned."""
+    """Make pictures or clips with a model folder or with what a run has learned."""
     from verst.cli import models
 
     sampling = {
         "height": height,
         "width": width,
+        "num_frames": frames,
+        "fps": fps,
         "num_inference_steps": steps,
         "guidance_scale": guidance,
         "max_sequence_length": max_sequence_length,

@@ -42,8 +42,6 @@ def generate(
 ) -> None:
     with waiting(quiet=quiet or as_json) as tell:
         tell(f"loading {model}")
-        from PIL import Image
-
         from verst.loops import local_engine
 
         worker, defaults = local_engine.open_worker(model, device=device, checkpoint=checkpoint)
@@ -59,14 +57,36 @@ def generate(
         out.mkdir(parents=True, exist_ok=True)
         made = []
         for index, record in enumerate(records):
-            path = out / f"{index:03d}_{re.sub(r'[^A-Za-z0-9]+', '_', record['prompt'])[:60]}.png"
-            Image.fromarray(record["media"][0].cpu().numpy()).save(path)
-            made.append({"path": path, "prompt": record["prompt"], "seed": seed + index})
+            tell("writing", done=index, total=len(records))
+            stem = f"{index:03d}_{re.sub(r'[^A-Za-z0-9]+', '_', record['prompt'])[:60]}"
+            made.append({"path": _save(out, stem, record), "prompt": record["prompt"], "seed": seed + index})
     if as_json:
         print_json(made)
         return
     for picture in made:
         print(picture["path"])
+
+
+def _save(folder: Path, stem: str, record: Mapping[str, Any]) -> Path:
+    """A picture, or a clip with its sound."""
+    from PIL import Image
+
+    from verst.obs.media import save_clip
+
+    frames = record["media"].cpu().numpy()
+    if len(frames) == 1:
+        path = folder / f"{stem}.png"
+        Image.fromarray(frames[0]).save(path)
+        return path
+    audio = record["audio"]
+    return folder / save_clip(
+        folder,
+        stem,
+        frames,
+        fps=record["fps"],
+        audio=None if audio is None else audio.float().cpu().numpy(),
+        sample_rate=record["sample_rate"],
+    )
 
 
 def serve(model: Path, *, port: int, dtype: str, device: str, **options: Any) -> None:

@@ -53,6 +53,8 @@ def open_worker(
     return worker, {
         "height": sampling.height,
         "width": sampling.width,
+        "num_frames": sampling.num_frames,
+        "fps": sampling.fps,
         "num_inference_steps": sampling.num_steps,
         "guidance_scale": sampling.guidance_scale,
         "negative_prompt": sampling.negative_prompt,
