@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,18 @@ class Trend:
     def score(self, media: Tensor, prompts: Sequence[str]) -> list[float]:
         self._calls += 1
         return [self._slope * self._calls + float(picture.float().mean()) / 255 for picture in media]
+
+
+class BornAgain:
+    """The first one that is made ends its process in that; the file `born` says that it was."""
+
+    def __init__(self, born: str) -> None:
+        if not Path(born).exists():
+            Path(born).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def score(self, media: Tensor, prompts: Sequence[str]) -> list[float]:
+        return bright(media, prompts)
 
 
 class Scripted:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from loop_fixtures import on_a_loop
+from loop_fixtures import on_a_loop, on_virtual_time
 from test_pipeline import ANSWER, task_of
 
 from verst.cluster.calls import ActorPool
+from verst.cluster.comeback import Comeback
 from verst.cluster.diagnosis import last_lines, likely_cause
 from verst.cluster.hand_over import HandOver
 from verst.cluster.supervisor import Fault, Supervisor, Watched
@@ -146,10 +147,10 @@ class Actor:
 async def test_calls_of_a_dead_worker_are_made_again_by_the_one_in_its_place() -> None:
     dead, fresh, made = Actor(1, dead=True), Actor(2), []
 
-    async def replace(index: int, error: ProcessDied) -> Actor:
+    async def replace(index: int, error: ProcessDied) -> tuple[Actor, str]:
         made.append(index)
         await asyncio.sleep(0.01)
-        return fresh
+        return fresh, "host"
 
     pool = ActorPool([dead], role="parser", replace=replace)
     assert await asyncio.gather(*(pool.call(Actor.submit) for _ in range(5))) == [2] * 5
@@ -159,6 +160,82 @@ async def test_calls_of_a_dead_worker_are_made_again_by_the_one_in_its_place() -
     assert await ActorPool([Actor(1), Actor(3)], role="parser").call(Actor.submit) == 1
     with pytest.raises(ProcessDied):
         await ActorPool([dead], role="parser").call(Actor.submit)
+
+
+class OfNobody:
+    """In the place of `Processes`."""
+
+    async def last_lines(self, name: str) -> list[str]:
+        return [f"{name} was here"]
+
+
+def comeback_of(
+    supervisor: Supervisor, *births: Exception | str | None
+) -> tuple[Comeback[str], Callable[[], Any], list[str]]:
+    """How a process comes up whose first, second, ... birth ends like this, None = never; its first one, and what was done."""
+    left, done = iter(births), list[str]()
+
+    async def born() -> str:
+        outcome = next(left)
+        done.append("born")
+        if outcome is None:
+            await asyncio.Event().wait()
+        if isinstance(outcome, Exception):
+            raise outcome
+        assert isinstance(outcome, str)
+        return outcome
+
+    async def ended() -> None:
+        done.append("ended")
+
+    comeback = Comeback(
+        process="reward r 0",
+        kind="reward",
+        begin=born,
+        end=ended,
+        start_s=20.0,
+        processes=OfNobody(),  # type: ignore[arg-type]
+        supervisor=supervisor,
+    )
+    return comeback, born, done
+
+
+@on_virtual_time
+async def test_a_process_that_ends_or_hangs_in_its_start_comes_back() -> None:
+    supervisor, _, events = supervisor_of(restarts=2)
+    comeback, first, done = comeback_of(supervisor, ProcessDied(DIED), None, "ready")
+    assert await comeback.up(first) == "ready"
+    assert done == ["born", "ended", "born", "ended", "born"]
+    assert [name for name, _ in events] == ["fault", "hang", "fault", "restart"]
+    assert events[2][1]["reason"] == "it was not there after 20 s (supervision.start_s)"
+    assert events[2][1]["cause"].startswith("it hung")
+    assert supervisor.metrics() == {"supervision/restarts/reward": 2.0}
+
+
+@on_virtual_time
+async def test_a_start_that_fails_too_often_is_explained_and_one_that_is_refused_is_not_tried_again() -> None:
+    supervisor, _, _ = supervisor_of(restarts=1)
+    comeback, first, done = comeback_of(supervisor, None, ProcessDied(DIED))
+    with pytest.raises(
+        ProcessDied, match=r"2 times in 3600 s, more than supervision.restarts = 1(?s:.*)reward r 0 was here"
+    ):
+        await comeback.up(first)
+    assert done == ["born", "ended", "born", "ended"]
+    comeback, first, done = comeback_of(supervisor_of(enabled=False)[0], ProcessDied(DIED))
+    with pytest.raises(ProcessDied, match="likely cause: killed by a signal"):
+        await comeback.up(first)
+    for refusal in (ConfigError("no such reward"), EngineError("the engine could not start"), StateLost("no trainer")):
+        comeback, first, done = comeback_of(supervisor_of()[0], refusal)
+        with pytest.raises(type(refusal), match=str(refusal)):
+            await comeback.up(first)
+        assert done == ["born"]
+
+
+def test_where_there_is_nothing_to_go_on_from_the_first_fault_is_the_last() -> None:
+    supervisor, _, events = supervisor_of()
+    with pytest.raises(ProcessDied, match=f"the trainer rank 0 process ended while the run started: {DIED}"):
+        supervisor.fault(Fault(kind="trainer", process="trainer rank 0", reason=DIED), last=True)
+    assert events[0][1]["final"] == 1
 
 
 class Client:

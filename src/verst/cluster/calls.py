@@ -43,7 +43,9 @@ async def all_of(refs: Sequence[Awaitable[Any]], *, roles: Sequence[str]) -> lis
             job.cancel()
 
 
-Replace = Callable[[int, ProcessDied], Awaitable[Any]]
+Placed = tuple[Any, str]
+"""An actor that is ready, and the identity of its host."""
+Replace = Callable[[int, ProcessDied], Awaitable[Placed]]
 """(number, how it ended) -> the actor in its place. Raises what ends the run."""
 
 
@@ -70,7 +72,7 @@ class ActorPool:
         """replace: None = the end of an actor is that of its calls."""
         self.actors = list(actors)
         self.hosts: tuple[str, ...] = ()
-        """Of each actor, after `locate`; until then tensors are copied to them."""
+        """Of each actor, after `start`; until then tensors are copied to them."""
         self._role = role
         self._replace = replace
         self._next = itertools.cycle(range(len(actors))) if dispatch == "round_robin" else None
@@ -83,9 +85,10 @@ class ActorPool:
         """Calls of this actor that have ended."""
         return self._calls[index].done
 
-    async def locate(self) -> None:
-        """Ask the actors where they are, so that those of this host map what they are sent."""
-        self.hosts = tuple(await all_of([a.host.remote() for a in self.actors], roles=[self._role] * len(self.actors)))
+    async def start(self, ready: Callable[[int, Any], Awaitable[Placed]]) -> None:
+        """From now on those of this host map what they are sent. ready: (number, actor) -> it, or another one in its place."""
+        placed = await asyncio.gather(*(ready(index, actor) for index, actor in enumerate(self.actors)))
+        self.actors, self.hosts = [actor for actor, _ in placed], tuple(host for _, host in placed)
 
     async def call(self, submit: Callable[[Any], Awaitable[Any]]) -> Any:
         """submit: actor -> object reference. Raises what the actor raises, or what `replace` does."""
@@ -133,11 +136,9 @@ class ActorPool:
         if not self._is_down(index):
 
             async def put() -> None:
-                actor = await replace(index, error)
+                self.actors[index], host = await replace(index, error)
                 if self.hosts:
-                    host = await result_of(actor.host.remote(), role=f"{self._role} {index}")
                     self.hosts = (*self.hosts[:index], host, *self.hosts[index + 1 :])
-                self.actors[index] = actor
 
             calls.replacing = asyncio.ensure_future(put())
         assert calls.replacing is not None

@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import ray
 import torch
@@ -15,6 +15,7 @@ import torch
 from verst.algorithms.pairs import PairBlock
 from verst.cluster.actors import ParserActor, RewardActor
 from verst.cluster.calls import ActorPool, all_of, result_of
+from verst.cluster.comeback import not_there
 from verst.cluster.engines import EngineFleet
 from verst.cluster.hand_over import HandOver
 from verst.cluster.nodes import SharedFolders, check_addresses, check_seen, with_absolute_paths
@@ -23,10 +24,10 @@ from verst.cluster.processes import Processes
 from verst.cluster.restarts import Restarts, loan_of, spawn_trainers, watch_trainers
 from verst.cluster.router import RunRouter
 from verst.cluster.session import connect
-from verst.cluster.supervisor import OnEvent, Supervisor
+from verst.cluster.supervisor import Fault, OnEvent, Supervisor
 from verst.cluster.tensors import as_handles
 from verst.cluster.trainers import TrainerGroup
-from verst.cluster.workers import worker_pool
+from verst.cluster.workers import Workers
 from verst.config.placement import ColocatedPlacement
 from verst.config.recipe import RlRecipe
 from verst.config.rewards import reward_name
@@ -35,13 +36,15 @@ from verst.config.sync import chosen
 from verst.engine.blocks import BlockPool, supported
 from verst.engine.client import EngineClient
 from verst.engine.wire import Answer
-from verst.errors import EngineError, StateLost, SyncError
+from verst.errors import EngineError, ProcessDied, StateLost, SyncError
 from verst.obs.spans import DRIVER, PARSER, Spans, lane_of
 from verst.rewards.base import RewardBatch, Score
 from verst.rewards.calls import Call
 from verst.rewards.pool import RewardPool
 from verst.rollout.engines import EnginePool
+from verst.rollout.pipeline import together
 from verst.rollout.plan import MicrogroupTask
+from verst.rollout.routed import Route
 from verst.rollout.scoring import Scorer
 from verst.trainer.rl import UpdateMetrics
 from verst.trainer.topology import choose, here
@@ -91,10 +94,22 @@ class Cluster:
         as_handles()
         try:
             await self._start()
+        except StateLost as lost:
+            try:
+                await self._diagnose(lost)
+            finally:
+                await self.__aexit__(None, None, None)
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
         return self
+
+    async def _diagnose(self, lost: StateLost) -> NoReturn:
+        """Of a trainer that was lost before the run could have saved anything. Raises ProcessDied."""
+        name, reason = next(iter(self.trainer.lost.items()), (self.trainer.names[0], str(lost)))
+        log = await self._processes.last_lines(name)
+        self._supervisor.fault(Fault(kind="trainer", process=name, reason=reason, log=log), last=True)
+        raise lost
 
     async def __aexit__(self, *error: object) -> None:
         for watching in self._watching:
@@ -114,21 +129,17 @@ class Cluster:
         self._fleet.make()
         self.trainer = TrainerGroup(spawn_trainers(recipe, self._processes, device=self._device))
         self._make_workers()
-        pools = self._rewards.items()
-        await self._fleet.locate()
+        watch_trainers(recipe, self.trainer, self._processes, self._supervisor)
+        self._watching.append(asyncio.create_task(self._supervisor.run(), name="verst-supervisor"))
+        await together(self._fleet.arrive(), self._ranks_arrive(), self._parser_workers.start())
         sync = await self._choose_sync()
         if recipe.cluster.address is not None:
             await self._check_folders()
-        await self._processes.know()
-        urls, route, *_ = await asyncio.gather(
-            self._load_models(sync),
-            self._router.start(),
-            *(
-                all_of([actor.load.remote() for actor in pool.actors], roles=[f"reward {name}"] * len(pool.actors))
-                for name, pool in pools
-            ),
-        )
-        await asyncio.gather(self.trainer.locate(), *(p.locate() for p in (self._parsers, *self._rewards.values())))
+        rewards = [workers.start() for workers in self._reward_workers.values()]
+        urls: list[str]
+        route: Route | None
+        urls, route, *_ = await together(self._load_models(sync), self._router.start(), *rewards)
+        await self.trainer.locate()
         self._make_scorers()
         self._hand_over = HandOver(
             self.trainer, num_engines=recipe.engine.num, per_engine=recipe.engine.parallel.ranks, phase=self._phase
@@ -153,18 +164,29 @@ class Cluster:
         )
         self._fleet.has_work = self.engines.has_work
         self.transports = await self.engines.negotiate()
-        watch_trainers(recipe, self.trainer, self._processes, self._supervisor)
         self._processes.on_change = self._on_processes
         self._on_processes(self._processes.pids())
-        self._watching.append(asyncio.create_task(self._supervisor.run(), name="verst-supervisor"))
         if route is not None:
             self._watching.append(asyncio.create_task(route.watch(self.engines.put_aside), name="verst-route"))
 
+    async def _ranks_arrive(self) -> None:
+        """Raises StateLost where a rank ends, or is not there in time."""
+        start_s, trainer = self._recipe.supervision.start_s, self.trainer
+        for name in trainer.names:
+            try:
+                async with asyncio.timeout(start_s):
+                    await self._processes.know(name)
+            except (ProcessDied, TimeoutError) as error:
+                if isinstance(error, TimeoutError):
+                    self._supervisor.hangs(name, not_there(start_s))
+                trainer.lost[name] = str(error)
+                raise StateLost(trainer.lost[name]) from error
+
     def _make_workers(self) -> None:
         recipe, spawn = self._recipe, self._processes.spawn
-        make = functools.partial(worker_pool, processes=self._processes, supervisor=self._supervisor)
+        make = functools.partial(Workers, processes=self._processes, supervisor=self._supervisor)
         make = functools.partial(make, start_s=recipe.supervision.start_s)
-        self._parsers = make(
+        self._parser_workers = make(
             [f"parser {i}" for i in range(recipe.rollout.parsers.num)],
             lambda name: spawn(name, ParserActor, "parser", driver_host=host_identity()),
             role="parser",
@@ -174,11 +196,12 @@ class Cluster:
             limit_key="supervision.parser_s",
             dispatch=recipe.rollout.parsers.dispatch,
         )
-        self._rewards: dict[str, ActorPool] = {}
+        self._parsers = self._parser_workers.pool
+        self._reward_workers: dict[str, Workers] = {}
         for kind, rewards in (("reward", recipe.rewards), ("gold", recipe.watch.gold)):
             for reward in rewards:
                 name = reward_name(reward)
-                self._rewards[name] = make(
+                self._reward_workers[name] = make(
                     [f"reward {name} {i}" for i in range(reward.workers)],
                     functools.partial(_spawn_reward, spawn, role=f"{kind}:{name}", config=reward),
                     role=f"reward {name}",
@@ -221,18 +244,19 @@ class Cluster:
 
     async def _load_models(self, sync: ChosenSync) -> list[str]:
         """The engines' URLs, once trainer and engines have their weights."""
+        recipe = self._recipe
 
         async def engines() -> list[str]:
-            loans = await asyncio.gather(
-                *(loan_of(self._recipe, self.trainer, i) for i in range(self._recipe.engine.num))
-            )
-            return await asyncio.gather(*(self._fleet.start(index, loan) for index, loan in enumerate(loans)))
+            loans = [functools.partial(loan_of, recipe, self.trainer, index) for index in range(recipe.engine.num)]
+            urls: list[str] = await together(*(self._fleet.start(index, loan) for index, loan in enumerate(loans)))
+            return urls
 
-        placement = self._recipe.cluster.placement
+        placement = recipe.cluster.placement
         if isinstance(placement, ColocatedPlacement) and placement.share_base:
             await self.trainer.build(sync)
             return await engines()
-        urls, _ = await asyncio.gather(engines(), self.trainer.build(sync))
+        urls: list[str]
+        urls, _ = await together(engines(), self.trainer.build(sync))
         return urls
 
     async def _choose_sync(self) -> ChosenSync:
@@ -291,7 +315,7 @@ class Cluster:
         self._pools = [
             RewardPool(
                 config,
-                _remote(self._rewards[reward_name(config)]),
+                _remote(self._reward_workers[reward_name(config)].pool),
                 deterministic=recipe.run.deterministic,
                 on_span=self._spans.add,
             )

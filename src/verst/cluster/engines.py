@@ -6,18 +6,20 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from verst.cluster.actors import EngineActor, EngineRankActor
 from verst.cluster.calls import all_of, result_of
-from verst.cluster.comeback import bring_back
+from verst.cluster.comeback import Comeback
 from verst.cluster.processes import Asked, Processes
 from verst.cluster.supervisor import Supervisor, Watched
 from verst.config.recipe import RlRecipe
 from verst.errors import ProcessDied
+from verst.rollout.pipeline import together
 from verst.trainer.topology import Place
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class EngineProcesses:
@@ -116,13 +118,43 @@ class EngineFleet:
         """In the order of `actors`."""
         return [name for index in range(self._recipe.engine.num) for name in self.names(index)]
 
-    async def locate(self) -> None:
-        """Ask all ranks where they are."""
-        self.places = await all_of([actor.place.remote() for actor in self.actors], roles=self.all_names)
+    async def arrive(self) -> None:
+        """All processes are there, where they will stand, and load nothing yet; one that ends meanwhile comes back.
 
-    async def start(self, index: int, loan: Any) -> str:
-        """The URL. Raises what a rank raises."""
-        url = await self._engines[index].start(self._recipe.supervision.start_s, loan)
+        Raises ProcessDied with a diagnosis after too many faults.
+        """
+
+        async def again(index: int) -> list[Place]:
+            self._engines[index] = self._make(index)
+            return await self._arrived(index)
+
+        found = await together(
+            *(
+                self._comeback(index, functools.partial(again, index)).up(functools.partial(self._arrived, index))
+                for index in range(self._recipe.engine.num)
+            )
+        )
+        self.places = [place for places in found for place in places]
+
+    async def _arrived(self, index: int) -> list[Place]:
+        await self._processes.know(*self.names(index))
+        places = [actor.place.remote() for actor in self._engines[index].actors]
+        return await all_of(places, roles=self.names(index))
+
+    async def start(self, index: int, loan: Loan) -> str:
+        """The URL of an engine that has arrived, or of another one in its place where it ends before it is ready.
+
+        Raises what a rank raises, and as `replace` does.
+        """
+
+        async def first() -> str:
+            return await self._load(index, await loan())
+
+        return await self._comeback(index, functools.partial(self._begin, index, loan)).up(first)
+
+    async def _load(self, index: int, lent: Any) -> str:
+        # Whoever waits for it has less patience, and then it is one that hangs.
+        url = await self._engines[index].start(4 * self._recipe.supervision.start_s, lent)
         watched = Watched(
             limit_s=self._recipe.supervision.engine_s,
             key="supervision.engine_s",
@@ -138,23 +170,24 @@ class EngineFleet:
 
         Raises ProcessDied with a diagnosis after too many faults, StateLost where the trainer is gone too.
         """
-        return await bring_back(
-            self.names(index)[0],
-            self._why(index, error),
-            kind="engine",
-            end=functools.partial(self._end, index),
-            begin=functools.partial(self._begin, index, loan),
-            # Of its own part an engine says itself that it took too long.
-            start_s=2 * self._recipe.supervision.start_s,
-            processes=self._processes,
-            supervisor=self._supervisor,
-        )
+        return await self._comeback(index, functools.partial(self._begin, index, loan)).back(self._why(index, error))
 
     async def renew(self, index: int, loan: Loan) -> str:
         """The same of an engine without a fault of its own."""
         await self._end(index)
-        async with asyncio.timeout(2 * self._recipe.supervision.start_s):
-            return await self._begin(index, loan)
+        begin = functools.partial(self._begin, index, loan)
+        return await self._comeback(index, begin).up(begin)
+
+    def _comeback(self, index: int, begin: Callable[[], Awaitable[T]]) -> Comeback[T]:
+        return Comeback(
+            process=self.names(index)[0],
+            kind="engine",
+            begin=begin,
+            end=functools.partial(self._end, index),
+            start_s=self._recipe.supervision.start_s,
+            processes=self._processes,
+            supervisor=self._supervisor,
+        )
 
     async def _end(self, index: int) -> None:
         await self._engines[index].close()
@@ -164,20 +197,15 @@ class EngineFleet:
 
     async def _begin(self, index: int, loan: Loan) -> str:
         self._engines[index] = self._make(index)
-        await self._processes.know(*self.names(index))
-        self._check_places(index, await self._where(index))
+        self._check_places(index, await self._arrived(index))
         lent = await loan()
         try:
-            return await self.start(index, lent)
+            return await self._load(index, lent)
         except ProcessDied as error:
             raise ProcessDied(self._why(index, error)) from error
 
     def _why(self, index: int, error: Exception) -> str:
         return f"{error}; {self._lost_ranks.pop(index)}" if index in self._lost_ranks else str(error)
-
-    async def _where(self, index: int) -> list[Place]:
-        places = [actor.place.remote() for actor in self._engines[index].actors]
-        return await all_of(places, roles=self.names(index))
 
     def _check_places(self, index: int, places: Sequence[Place]) -> None:
         first = index * self._per_engine

@@ -54,11 +54,14 @@ class Processes:
         return self._actors[name]
 
     async def know(self, *names: str) -> None:
-        """Ask them who they are, all where none is named. Raises ProcessDied."""
-        wanted = names or tuple(self._actors)
-        found = await asyncio.gather(*(result_of(self._actors[name].facts.remote(), role=name) for name in wanted))
-        self._facts |= zip(wanted, found, strict=True)
+        """Ask them who they are. Raises ProcessDied."""
+        found = await asyncio.gather(*(result_of(self._actors[name].facts.remote(), role=name) for name in names))
+        self._facts |= zip(names, found, strict=True)
         self.on_change(self.pids())
+
+    def host(self, name: str) -> str:
+        """`host_identity` of a process that is known."""
+        return self._facts[name].host
 
     def pids(self) -> dict[str, list[int]]:
         """role -> process ids, of those that are known."""
@@ -114,7 +117,14 @@ class Asked:
         if self._asking is not None and self._asking.exception() is None:
             self._said = self._asking.result()
         self._asking = asyncio.ensure_future(self._actor.progress.remote())
+        self._asking.add_done_callback(_seen)
         return self._said
+
+
+def _seen(asking: asyncio.Future[Any]) -> None:
+    # Whether or not it is looked at again: its end is told where its work is waited for.
+    if not asking.cancelled():
+        asking.exception()
 
 
 def _kill(pid: int, started: float) -> None:

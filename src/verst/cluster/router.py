@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from verst.cluster.actors import RouterActor
 from verst.cluster.calls import result_of
-from verst.cluster.comeback import bring_back
+from verst.cluster.comeback import Comeback
 from verst.cluster.processes import Processes
 from verst.cluster.supervisor import Supervisor, Watched
 from verst.config.recipe import RlRecipe
@@ -34,27 +34,27 @@ class RunRouter:
         self._client, self._token = client, token
         self.route: Route | None = None
         """After `start`."""
+        self._comeback = Comeback(
+            process=NAME,
+            kind="router",
+            begin=self._begin,
+            end=self._end,
+            start_s=recipe.supervision.start_s,
+            processes=processes,
+            supervisor=supervisor,
+        )
 
     async def start(self) -> Route | None:
         """None where the recipe wants no router."""
         if not self._recipe.engine.router.enabled:
             return None
         owner = self if self._supervisor.enabled else None
-        self.route = Route(await self._begin(), owner=owner)
+        self.route = Route(await self._comeback.up(self._begin), owner=owner)
         return self.route
 
     async def replace(self, error: EngineError) -> EngineClient:
         """See `RouterOwner`. Raises ProcessDied with a diagnosis after too many faults."""
-        return await bring_back(
-            NAME,
-            str(error),
-            kind="router",
-            end=self._end,
-            begin=self._begin,
-            start_s=self._recipe.supervision.start_s,
-            processes=self._processes,
-            supervisor=self._supervisor,
-        )
+        return await self._comeback.back(str(error))
 
     async def _begin(self) -> EngineClient:
         actor = self._processes.spawn(NAME, RouterActor, "router")

@@ -98,13 +98,18 @@ class Supervisor:
             watched.stalled_s += elapsed_s
             if watched.stalled_s > watched.limit_s:
                 said = f"made no progress for {watched.stalled_s:.0f} s ({watched.key} = {watched.limit_s:g})"
-                self._hung[process] = said
                 watched.stalled_s = 0.0
-                self._on_event("hang", {"process": process, "reason": said})
+                self.hangs(process, said)
                 watched.end()
 
-    def fault(self, fault: Fault) -> None:
-        """Count it. Raises ProcessDied, with a diagnosis, where it is one too many or supervision is off."""
+    def hangs(self, process: str, reason: str) -> None:
+        """It is about to be ended for that: its next fault is this."""
+        self._hung[process] = reason
+        self._on_event("hang", {"process": process, "reason": reason})
+
+    def fault(self, fault: Fault, *, last: bool = False) -> None:
+        """Count it. Raises ProcessDied, with a diagnosis, where it is one too many, where supervision is off, and where it is
+        the last, for nothing is there yet that a new process could go on from."""
         hung = self._hung.pop(fault.process, None)
         now_killed = kernel_kills()
         cause = likely_cause(
@@ -117,13 +122,17 @@ class Supervisor:
         while recent and now - recent[0] > self._config.window_s:
             recent.popleft()
         recent.append(now)
-        final = not self.enabled or len(recent) > self._config.restarts
+        final = last or not self.enabled or len(recent) > self._config.restarts
         self._on_event(
             "fault",
             {"kind": fault.kind, "process": fault.process, "reason": reason, "cause": cause, "final": int(final)},
         )
         if final:
-            raise ProcessDied(self._diagnosis(fault, reason, cause, len(recent)))
+            often = "while the run started: " if last else self._often(len(recent))
+            log = "".join(f"\n    {line}" for line in fault.log) or " none"
+            raise ProcessDied(
+                f"the {fault.process} process ended {often}{reason}\n  likely cause: {cause}\n  its last log lines:{log}"
+            )
         self._restarts[fault.kind] = self._restarts.get(fault.kind, 0) + 1
 
     def restarted(self, process: str, *, seconds: float) -> None:
@@ -133,12 +142,10 @@ class Supervisor:
         """Since this driver started; kinds that never came back are absent."""
         return {f"supervision/restarts/{kind}": float(number) for kind, number in self._restarts.items()}
 
-    def _diagnosis(self, fault: Fault, reason: str, cause: str, times: int) -> str:
-        often = ""
-        if self.enabled:
-            often = (
-                f"{times} times in {self._config.window_s:g} s, more than supervision.restarts = {self._config.restarts}; "
-                "the last time: "
-            )
-        log = "".join(f"\n    {line}" for line in fault.log) or " none"
-        return f"the {fault.process} process ended {often}{reason}\n  likely cause: {cause}\n  its last log lines:{log}"
+    def _often(self, times: int) -> str:
+        if not self.enabled:
+            return ""
+        return (
+            f"{times} times in {self._config.window_s:g} s, more than supervision.restarts = {self._config.restarts}; "
+            "the last time: "
+        )

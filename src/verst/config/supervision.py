@@ -28,7 +28,7 @@ class SupervisionConfig(Section):
     router_s: PositiveFloat = 60.0
     """Longest that the router may answer nothing while samples are asked for through it."""
     start_s: PositiveFloat = 600.0
-    """Longest that an engine may take to load its model."""
+    """Longest that an engine, a router, a parser or a reward worker may take until it is ready, with all that it loads; and a trainer rank until it is there (its loading of the model counts in trainer_s)."""
 
     @model_validator(mode="after")
     def _looks_often_enough(self) -> SupervisionConfig:

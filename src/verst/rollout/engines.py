@@ -300,7 +300,13 @@ class EnginePool:
         if self._route is not None:
             await self._tell()
             return [f"{self._route.transport}, through the router"]
-        return [await seat.client.negotiate() for seat in self._seats]
+        while True:
+            try:
+                return [await seat.client.negotiate() for seat in self._seats]
+            except EngineError as error:
+                # In the start of a run; later each engine that comes back is asked as it comes.
+                if not await self.mend(error):
+                    raise
 
     async def sleep(self, *, keep: Literal["all", "others"]) -> None:
         """Every engine gives its memory back; see EngineClient.release_memory."""

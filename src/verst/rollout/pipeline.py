@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from verst.engine.wire import Answer
 from verst.errors import InvariantError
@@ -78,20 +78,16 @@ class Pipeline:
         weight_version: that must have made them. on_generated: called for each when the engine's answer is there.
         """
         times = _Times(started_s=time.monotonic())
-        try:
-            async with asyncio.TaskGroup() as group:
-                jobs = [
-                    group.create_task(self._microgroup(task, times, weight_version, on_generated)) for task in tasks
-                ]
-        except BaseExceptionGroup as failures:
-            raise_first(failures)
+        scored: list[ScoredMicrogroup] = await together(
+            *(self._microgroup(task, times, weight_version, on_generated) for task in tasks)
+        )
         ended_s = time.monotonic()
         for task, scored_s in times.scored:
             if not task.is_heldout:
                 with spans.of(**_name(task)):
                     self._spans.add("group_wait", start_s=scored_s, end_s=ended_s)
         seconds = StageSeconds(total=ended_s - times.started_s, last_generated=times.generated_s - times.started_s)
-        return [job.result() for job in jobs], seconds
+        return scored, seconds
 
     async def _microgroup(
         self, task: MicrogroupTask, times: _Times, weight_version: int, on_generated: Callable[[], None]
@@ -130,6 +126,16 @@ def _name(task: MicrogroupTask) -> dict[str, int]:
         "index": task.keys[0].index,
         "samples": len(task.keys),
     }
+
+
+async def together(*works: Coroutine[Any, Any, Any]) -> list[Any]:
+    """The results of all. The first failure ends the others and is raised by itself."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            jobs = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as failures:
+        raise_first(failures)
+    return [job.result() for job in jobs]
 
 
 def raise_first(failures: BaseExceptionGroup) -> NoReturn:
