@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -200,6 +201,10 @@ def test_eval_of_an_untrained_model(
     recipe = recipe_with(tmp_path)
     assert here(monkeypatch, "eval", tmp_path / "recipe.toml") == 0
     lines = dict(line.split(": ") for line in capsys.readouterr().out.splitlines() if line.startswith("reward/"))
+    assert here(monkeypatch, "eval", tmp_path / "recipe.toml", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["checkpoint"] is None
+    assert {name: f"{value:.6g}" for name, value in told["metrics"].items() if name in lines} == lines
     worker, reward = Worker(tiny_model()), JpegSize(JpegSizeReward())
     (task,) = plan_evaluation(recipe, read_prompts(recipe.prompts.heldout))
     (records,) = worker.generate([resolve(task.request, worker.components)])

@@ -34,6 +34,8 @@ def sft_tables(
     full: bool,
 ) -> tuple[dict[str, Any], list[str]]:
     """The recipe before its sizes are fitted, and what was found in the source. Raises DataError for one without items."""
+    from verst.families.base import ANY_IMAGES
+
     items, unusable = count_items(source)
     heldout = max(1, min(_HELDOUT, items // 10)) if items else _HELDOUT
     data = source_table(source) | {
@@ -47,8 +49,10 @@ def sft_tables(
             f"{items} items were found{bad}; {heldout} are held out, and the loss on them is what is measured."
         )
     if family.num_images:
-        data["first_frame_as_condition"] = geometry.num_frames > 1
-        notes.append("This family takes condition images: docs/data.md says how an item names its own.")
+        if geometry.num_frames > 1:
+            data["first_frame_as_condition"] = True
+        takes = "may take" if family.num_images == ANY_IMAGES else "takes"
+        notes.append(f"This family {takes} condition images: docs/data.md says how an item names its own.")
     return {
         "run": {"name": run_name(name), "iterations": 1000, "deterministic": machine.gpus == 0},
         "model": model_table(model, defaults, machine, full=full),
