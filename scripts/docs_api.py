@@ -94,6 +94,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         (
             "verst.api.engine:Engine",
             "verst.api.engine:picture",
+            "verst.api.engine:save",
             "verst.api.trainer:Trainer",
             "verst.families.tiny:build_tiny",
         ),

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import run_rewards
 import torch
 from loop_fixtures import on_a_loop
+from PIL import Image
 from run_fixtures import base_tables, recipe_with, tiny_model, write_recipe
 from torch import Tensor
 from trainer_fixtures import LORA, one_rank, shares_of
@@ -432,6 +435,22 @@ def test_an_engine_makes_pictures_and_trajectories(engine: verst.Engine) -> None
     assert path.log_probs.shape == (3,)
     assert path.log_probs.isfinite().all()
     assert path.log_probs.all()
+
+
+def test_samples_are_saved_as_what_they_are(engine: verst.Engine, tmp_path: Path) -> None:
+    (sample,) = engine.generate("a cat", **SMALL)
+    path = verst.save(sample, tmp_path / "new" / "cat")
+    assert path == tmp_path / "new" / "cat.png"
+    with Image.open(path) as saved:
+        assert np.array_equal(np.asarray(saved), sample.media[0].numpy())
+    clip = dataclasses.replace(
+        sample, media=sample.media.repeat(5, 1, 1, 1), fps=4.0, audio=torch.zeros(2, 8000), sample_rate=8000
+    )
+    path = verst.save(clip, str(tmp_path / "clip.1"))
+    assert path == tmp_path / "clip.1.webm"
+    with av.open(str(path)) as read:
+        assert sum(1 for _ in read.decode(video=0)) == 5
+        assert len(read.streams.audio) == 1
 
 
 def test_wrong_requests_of_an_engine_are_named(engine: verst.Engine, tmp_path: Path) -> None:

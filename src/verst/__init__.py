@@ -8,6 +8,7 @@ from verst import torchvision_shim
 if TYPE_CHECKING:
     from verst.api.engine import Engine as Engine
     from verst.api.engine import picture as picture
+    from verst.api.engine import save as save
     from verst.api.events import AlarmRaised as AlarmRaised
     from verst.api.events import CheckpointSaved as CheckpointSaved
     from verst.api.events import Event as Event
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _FROM = {
-    "verst.api.engine": ("Engine", "picture"),
+    "verst.api.engine": ("Engine", "picture", "save"),
     "verst.api.events": (
         "AlarmRaised",
         "CheckpointSaved",

@@ -14,6 +14,7 @@ from torch import Tensor
 from verst.engine.wire import encode_response, to_microgroup
 from verst.errors import RequestError
 from verst.loops.local_engine import generate, open_worker
+from verst.obs.media import save_media
 from verst.types import Microgroup, Sample, SampleKey
 
 
@@ -97,6 +98,20 @@ class Engine:
         self.worker.close()
 
 
+def save(sample: Sample, path: str | Path) -> Path:
+    """A picture as PNG, a clip with its sound as WebM; the file. path: without the ending, which is put behind it."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return save_media(
+        target.parent,
+        target.name,
+        sample.media.cpu().numpy(),
+        fps=sample.fps,
+        audio=None if sample.audio is None else sample.audio.float().cpu().numpy(),
+        sample_rate=sample.sample_rate,
+    )
+
+
 def picture(sample: Sample, frame: int = 0) -> Image.Image:
-    """One frame of a sample, to look at or to save."""
+    """One frame of a sample, to look at."""
     return Image.fromarray(sample.media[frame].cpu().numpy())

@@ -69,20 +69,13 @@ def generate(
 
 def _save(folder: Path, stem: str, record: Mapping[str, Any]) -> Path:
     """A picture, or a clip with its sound."""
-    from PIL import Image
+    from verst.obs.media import save_media
 
-    from verst.obs.media import save_clip
-
-    frames = record["media"].cpu().numpy()
-    if len(frames) == 1:
-        path = folder / f"{stem}.png"
-        Image.fromarray(frames[0]).save(path)
-        return path
     audio = record["audio"]
-    return folder / save_clip(
+    return save_media(
         folder,
         stem,
-        frames,
+        record["media"].cpu().numpy(),
         fps=record["fps"],
         audio=None if audio is None else audio.float().cpu().numpy(),
         sample_rate=record["sample_rate"],

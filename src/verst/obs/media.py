@@ -27,6 +27,15 @@ def save_picture(folder: Path, stem: str, picture: np.ndarray) -> str:
     return path.name
 
 
+def save_media(
+    folder: Path, stem: str, frames: np.ndarray, *, fps: float | None, audio: np.ndarray | None, sample_rate: int | None
+) -> Path:
+    """To keep: a single frame without loss as PNG, a clip as `save_clip` writes it. The file."""
+    if len(frames) == 1 and audio is None:
+        return save_png(folder / f"{stem}.png", frames[0])
+    return folder / save_clip(folder, stem, frames, fps=fps, audio=audio, sample_rate=sample_rate)
+
+
 def save_clip(
     folder: Path,
     stem: str,
