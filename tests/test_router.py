@@ -387,6 +387,9 @@ async def test_whoever_hands_out_weights_says_which_engines_there_are_and_what_t
         with pytest.raises(EngineError, match="told to answer 500") as failed:
             await client.generate(request())
         assert failed.value.engine == url
+        two.status, two.version, two.enforces = 200, None, False  # an engine that knows of no versions
+        await client.put_engines([url], weight_version=6)
+        assert (await s.generate({"verst-weight-version": "6", "verst-timeout-s": "5"})).status_code == 200
         two.healthy = False
         (row,) = await client.put_engines([url], weight_version=5)
         assert (row["state"], row["silent"]) == ("ready", False)  # one bad look is no end yet

@@ -114,7 +114,7 @@ def _batch_table(recipe: RlRecipe, plan: BatchPlan) -> Table:
     table = Table(title="one iteration", title_justify="left", show_header=False)
     rows = [
         ("samples", f"{plan.num_groups} prompts x {plan.group_size} = {plan.samples}"),
-        ("engine requests", f"{plan.microgroups} microgroups of {recipe.rollout.microgroup_size}"),
+        ("engine requests", f"{plan.microgroups} microgroups of {recipe.rollout.microgroup_size}{_way(recipe)}"),
         ("trained pairs", f"{plan.samples} samples x {plan.trained_steps} steps = {plan.pairs}"),
         ("optimizer steps", f"{plan.optimizer_steps} of {plan.pairs_per_optimizer_step} pairs"),
         (
@@ -127,6 +127,10 @@ def _batch_table(recipe: RlRecipe, plan: BatchPlan) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _way(recipe: RlRecipe) -> str:
+    return ", through a router of the run's own" if recipe.engine.router.enabled else ""
 
 
 def _ratio(recipe: RlRecipe, *, exact: bool) -> str:

@@ -117,13 +117,15 @@ class Pool:
         return member.in_flight
 
     def replace(self, urls: Sequence[str], *, version: int | None) -> list[Member]:
-        """These and no others, by the word of whoever gives them their weights: the version that they hold, None = no matter
-        which. What they say themselves is to be asked next: each gets requests after one good probe."""
+        """These and no others, by the word of whoever gives them their weights: the version that they hold, None = whatever
+        each says. They are to be asked next: each gets requests after one good probe, and what it says of its version, if
+        anything, counts more."""
         for url in self.members.keys() - set(urls):
             self.remove(url)
         members = [self.add(url) for url in dict.fromkeys(urls)]
         for member in members:
             member.doubted = True
+            member.version = member.version if version is None else version
             if member.state == "quarantined":
                 member.state, member.reason = "starting", "named anew"
         if version is not None:
