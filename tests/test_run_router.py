@@ -20,8 +20,10 @@ from router_fixtures import FakeEngine, scene, until
 from run_fixtures import metric_rows, recipe_with, start_run, write_recipe
 from test_pipeline import task_of
 
+from verst.cluster.supervisor import Supervisor, Watched
 from verst.config import load_recipe
 from verst.config.plan import process_plan
+from verst.config.supervision import SupervisionConfig
 from verst.engine.client import EngineClient
 from verst.errors import ConfigError, EngineError, InvariantError, ProcessDied, StateLost
 from verst.loops.chaos import kinds_of
@@ -38,6 +40,8 @@ class Dying:
 
     def __init__(self, **says: Any) -> None:
         self.says, self.num_asked, self.lives = says, 0, True
+        self.hangs = False
+        self._open: list[asyncio.StreamWriter] = []
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
@@ -47,11 +51,20 @@ class Dying:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         path = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode()
         self.num_asked += path == "/rollout/generate"
+        self._open.append(writer)
+        if self.hangs:
+            return
         if path != "/rollout/generate" and self.lives:
             body = json.dumps(self.says.get(path.strip("/"), {})).encode()
             writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
             await writer.drain()
         writer.close()
+
+    def end(self) -> None:
+        """As a kill does."""
+        self.hangs = self.lives = False
+        for writer in self._open:
+            writer.transport.abort()
 
 
 class Owner:
@@ -175,6 +188,37 @@ async def test_requests_that_are_lost_with_the_router_go_through_the_next_which_
             assert [answer.made_at for answer in answers] == [url] * 3
             assert (lost.num_asked, owner.num_made, len(engine.bodies)) == (3, 1, 3)
             assert pool.metrics()["supervision/reissued"] == 3.0
+
+
+@on_a_loop
+async def test_a_router_that_hangs_is_found_by_what_it_does_not_answer() -> None:
+    engine, stuck, supervisor = FakeEngine(), Dying(engines=[]), Supervisor(SupervisionConfig())
+    async with (
+        scene() as s,
+        stuck.serving() as first,
+        serving(engine.app) as url,
+        routed(first, url, owner=OfRouter(s.url)) as pool,
+    ):
+        route = pool._route
+        assert route is not None
+        watched = Watched(
+            limit_s=60.0,
+            key="supervision.router_s",
+            has_work=lambda: route.has_work,
+            progress=lambda: route.num_heard,
+            end=stuck.end,
+        )
+        supervisor.watch("router", watched)
+        supervisor.look(600.0)  # nobody asks it for anything
+        stuck.hangs = True
+        job = asyncio.create_task(pool.generate(task_of(0, 0)))
+        await until(lambda: stuck.num_asked == 1)
+        async with asyncio.timeout(60):
+            while stuck.lives:
+                supervisor.look(20.0)
+                await asyncio.sleep(2 * LOOK_S)
+            assert (await job).made_at == url
+        assert (stuck.num_asked, len(engine.bodies)) == (1, 1)
 
 
 def test_what_a_recipe_with_a_router_means(tmp_path: Path) -> None:
