@@ -18,10 +18,11 @@ from verst.algorithms.pairs import PairBlock
 from verst.cluster.nodes import advertised, unseen
 from verst.cluster.tensors import as_handles
 from verst.config.recipe import RlRecipe
-from verst.config.sections import ChosenSync, RewardConfig
+from verst.config.sections import ChosenSync, RewardConfig, SglangEngine
 from verst.engine.ranked import Follower
 from verst.engine.ranks import EngineRanks, Meeting
 from verst.engine.server import EngineServer
+from verst.engine.sglang.server import SglangEngineServer
 from verst.engine.wire import Answer, to_microgroup
 from verst.rewards import Reward, RewardBatch, make_reward
 from verst.rewards.base import Score
@@ -77,7 +78,7 @@ class Process:
 
 
 class EngineActor(Process):
-    """A native engine and its HTTP server."""
+    """A native engine and its HTTP server, or an SGLang server's adapter."""
 
     def __init__(self, recipe: RlRecipe, *, index: int, device: str, token: str | None) -> None:
         self._recipe, self._index, self._token = recipe, index, token
@@ -85,7 +86,9 @@ class EngineActor(Process):
         self._store: Any = None
 
     def place(self) -> Place:
-        return here(self._device)
+        """Where weights are to arrive: an SGLang server's come by way of its adapter's memory."""
+        adapts = isinstance(self._recipe.engine, SglangEngine)
+        return here(torch.device("cpu") if adapts else self._device)
 
     def open(self) -> tuple[str, int]:
         """Of an engine of several ranks: host and port of the store where they meet."""
@@ -95,30 +98,50 @@ class EngineActor(Process):
 
     def start(self, timeout_s: float, loan: Any) -> str:
         """The URL, once the model is loaded. loan: of the trainer rank beside it."""
-        recipe, engine = self._recipe, self._recipe.engine
-        node = _own_address(recipe)
-        self._server = EngineServer(
-            recipe.model.path,
-            dtype=DTYPES[recipe.model.dtype],
-            fp32_modules=recipe.model.fp32_modules,
-            compiled=recipe.model.compile,
-            device=self._device,
-            host=engine.host or node,
-            port=engine.port + self._index if engine.port else 0,
-            deterministic=recipe.run.deterministic,
-            max_batch=engine.max_batch,
-            queue_size=engine.queue_size,
-            threads=recipe.run.threads,
-            request_timeout_s=engine.request_timeout_s,
-            loan=loan,
-            shared_bytes=0 if recipe.rollout.transport == "msgpack" else recipe.rollout.shared_bytes,
-            meeting=None if self._store is None else _meeting(recipe, self._store, rank=0),
-            token=self._token,
-            files=None,
-        )
+        node = _own_address(self._recipe)
+        self._server = self._make_server(self._recipe.engine.host or node, loan)
         self._server.start()
         self._server.wait_ready(timeout_s)
         return advertised(self._server.url, node)
+
+    def _make_server(self, host: str, loan: Any) -> EngineServer:
+        recipe, engine = self._recipe, self._recipe.engine
+        options: dict[str, Any] = {
+            "dtype": DTYPES[recipe.model.dtype],
+            "host": host,
+            "port": engine.port + self._index if engine.port else 0,
+            "queue_size": engine.queue_size,
+            "threads": recipe.run.threads,
+            "request_timeout_s": engine.request_timeout_s,
+            "shared_bytes": 0 if recipe.rollout.transport == "msgpack" else recipe.rollout.shared_bytes,
+            "token": self._token,
+            "files": None,
+        }
+        if isinstance(engine, SglangEngine):
+            return SglangEngineServer(
+                recipe.model.path,
+                url=engine.urls[self._index] if engine.urls else None,
+                executable=engine.executable,
+                arguments=engine.arguments,
+                environment=engine.environment,
+                server_device="cuda" if self._device.type == "cuda" else "cpu",
+                start_s=engine.start_s,
+                way=engine.full_weights,
+                check_noise=engine.check_noise,
+                log=recipe.run.folder / recipe.run.name / "logs" / f"sglang-{self._index}.log",
+                **options,
+            )
+        return EngineServer(
+            recipe.model.path,
+            fp32_modules=recipe.model.fp32_modules,
+            compiled=recipe.model.compile,
+            device=self._device,
+            deterministic=recipe.run.deterministic,
+            max_batch=engine.max_batch,
+            loan=loan,
+            meeting=None if self._store is None else _meeting(recipe, self._store, rank=0),
+            **options,
+        )
 
     def progress(self) -> int:
         """Grows with every denoising step and everything else that is done."""

@@ -60,6 +60,11 @@ class RlRecipe(s.Section):
         """The same of held-out samples, which a grid of pictures may ask for as well."""
         return self.eval.grid is not None or not all(reward.sees_latents for reward in self.judges)
 
+    @property
+    def guides_in_two_passes(self) -> bool:
+        """Each side of the guided velocity is a forward of its own, in engine and trainer alike."""
+        return self.sampling.guidance_gradient == "conditional" or isinstance(self.engine, s.SglangEngine)
+
     @model_validator(mode="after")
     def _rules(self) -> RlRecipe:
         divides("rollout.microgroup_size", self.rollout.microgroup_size, "rollout.group_size", self.rollout.group_size)
@@ -85,6 +90,8 @@ class RlRecipe(s.Section):
             tensor=self.trainer.parallel.tensor,
         )
         check_compiled(self.model, self.trainer.parallel, per_engine=self.engine.parallel.ranks)
+        if isinstance(self.engine, s.SglangEngine):
+            check_sglang(self)
         self.cluster.sleep.check(
             self.cluster.placement.type, staleness=self.schedule.staleness, finetune=self.model.finetune.type
         )
@@ -232,6 +239,39 @@ def check_compiled(model: s.ModelConfig, parallel: s.ParallelConfig, *, per_engi
         raise ConfigError(
             f"model.compile = {model.compile} with {', '.join(cut)}: blocks that exchange tokens between ranks are not compiled; "
             "use off, or FSDP2 alone (trainer.parallel with 1 for each of these)"
+        )
+
+
+def check_sglang(recipe: RlRecipe) -> None:
+    """What the contract of SGLang-Diffusion's servers does not have, each with what would be right."""
+    model, sampling, algorithm = recipe.model, recipe.sampling, recipe.algorithm
+    wanted: list[tuple[str, object, object]] = [
+        ("model.compile", model.compile, "off"),
+        ("model.fp32_modules", model.fp32_modules, ()),
+        ("sampling.storage_dtype", sampling.storage_dtype, "float32"),
+        ("sampling.log_prob_reduction", sampling.log_prob_reduction, "mean"),
+        ("sampling.shared_initial_noise", sampling.shared_initial_noise, False),
+        ("cluster.sleep.engine", recipe.cluster.sleep.engine, "off"),
+    ]
+    for key, value, only in wanted:
+        if value != only:
+            raise ConfigError(
+                f"{key} = {value!r}: engine.type = sglang has {only!r} alone; use that, or engine.type = native"
+            )
+    for key, section, kind in (
+        ("sampling.transition", sampling.transition, s.DanceTransition),
+        ("sampling.steps", sampling.steps, s.BranchSteps),
+        ("cluster.placement", recipe.cluster.placement, s.ColocatedPlacement),
+    ):
+        if isinstance(section, kind):
+            raise ConfigError(
+                f"{key}.type = {section.type}: engine.type = sglang has none such; use another, or engine.type = native"
+            )
+    reads = getattr(algorithm, "old_log_probs", "recompute") == "rollout"
+    if algorithm.needs_stochastic_steps and model.dtype != "float32" and reads:
+        raise ConfigError(
+            f"algorithm.old_log_probs = rollout with engine.type = sglang and model.dtype = {model.dtype}: the server's "
+            'log-probs are of latents before they are rounded; set algorithm.old_log_probs = "recompute"'
         )
 
 

@@ -37,6 +37,7 @@ from verst.config.data import AutoencoderConfig as AutoencoderConfig
 from verst.config.engine import ClusterConfig as ClusterConfig
 from verst.config.engine import EngineConfig as EngineConfig
 from verst.config.engine import NativeEngine as NativeEngine
+from verst.config.engine import SglangEngine as SglangEngine
 from verst.config.filters import DynamicConfig as DynamicConfig
 from verst.config.filters import FilterConfig as FilterConfig
 from verst.config.filters import NoFilter as NoFilter

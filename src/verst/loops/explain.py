@@ -224,7 +224,9 @@ def _explain_step(
         distributions = step_distribution(
             trainer.transformer,
             tile,
-            forward=Forward.of(config, trainer.family, DTYPES[recipe.model.dtype]),
+            forward=Forward.of(
+                config, trainer.family, DTYPES[recipe.model.dtype], two_passes=recipe.guides_in_two_passes
+            ),
             transition=make_transition(config.transition.type, config.transition.eta),
         )
     place = row - rows.start

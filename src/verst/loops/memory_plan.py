@@ -140,7 +140,9 @@ class _Planner:
     def _velocity(self, rows: int) -> functools.partial[Latents]:
         shapes = self._family.latent_shapes(self._components, self._geometry)
         x, sigmas, conditioning = inputs_of(shapes, rows=rows, conditioning=self._conditioning)
-        forward = Forward.of(self._recipe.sampling, self._family, self._dtype)
+        forward = Forward.of(
+            self._recipe.sampling, self._family, self._dtype, two_passes=self._recipe.guides_in_two_passes
+        )
         return functools.partial(forward, self._components.transformer, x, sigmas, conditioning)
 
     def _trainer(self) -> list[Item]:

@@ -121,6 +121,7 @@ def _training_task(
         rollout_return_denoising_env=True,
         share_denoising_env=True,
         rollout_storage_dtype=sampling.storage_dtype,
+        rollout_log_prob_of=recipe.engine.log_prob_of,
         rollout_log_prob_reduction=sampling.log_prob_reduction,
         rollout_share_prefix=branch,
         return_media=recipe.decodes_rollouts,
@@ -199,12 +200,11 @@ def _evaluation_batches(prompts: Sequence[Prompt], *, size: int) -> list[list[in
 
 
 def _common(recipe: RlRecipe, sampling: s.SamplingConfig, seeds: Sequence[int]) -> dict[str, Any]:
-    passes = {"guidance_passes": "two"} if sampling.guidance_gradient == "conditional" else {}
     return {
-        **passes,
+        **({"guidance_passes": "two"} if recipe.guides_in_two_passes else {}),
         "negative_prompt": sampling.negative_prompt,
         "seeds": tuple(seeds),
-        "generator_device": "cpu",
+        "generator_device": recipe.engine.noise_device,
         "height": sampling.height,
         "width": sampling.width,
         "num_frames": sampling.num_frames,

@@ -22,11 +22,13 @@ class Forward:
     guidance_scale: float
     dtype: torch.dtype
     """Of the forward; parameters may be kept in another one."""
-    conditional: bool = False
-    """Gradients flow through the conditional side alone (`sampling.guidance_gradient`)."""
+    two_passes: bool = False
+    """Each side of the guided velocity is a forward of its own."""
+    negative_gradient: bool = True
+    """Of these: gradients flow through the unconditional one as well (`sampling.guidance_gradient`)."""
 
     @classmethod
-    def of(cls, sampling: SamplingConfig, family: Family, dtype: torch.dtype) -> Forward:
+    def of(cls, sampling: SamplingConfig, family: Family, dtype: torch.dtype, *, two_passes: bool) -> Forward:
         """Raises ConfigError for a family whose two sides nobody else can combine."""
         conditional = sampling.guidance_gradient == "conditional"
         if conditional and (family.unguided_scale != 1 or isinstance(family, OwnGuidance)):
@@ -34,7 +36,13 @@ class Forward:
                 f"sampling.guidance_gradient = conditional: {family.name} guides by a formula of its own, in one forward; "
                 "use both"
             )
-        return cls(family=family, guidance_scale=sampling.guidance_scale, dtype=dtype, conditional=conditional)
+        return cls(
+            family=family,
+            guidance_scale=sampling.guidance_scale,
+            dtype=dtype,
+            two_passes=two_passes,
+            negative_gradient=not conditional,
+        )
 
     def __call__(
         self, module: nn.Module, latents: Latents, sigmas: dict[str, Tensor], conditioning: Conditioning
@@ -44,9 +52,12 @@ class Forward:
         def velocity(rows: Conditioning, scale: float) -> Latents:
             return self.family.velocity(module, latents, sigmas, rows, guidance_scale=scale, dtype=self.dtype)
 
-        if self.conditional and conditioning.negative is not None and self.guidance_scale > 1:
+        if self.two_passes and conditioning.negative is not None and self.guidance_scale > 1:
             unguided = self.family.unguided_scale
             return in_two_passes(
-                lambda rows: velocity(rows, unguided), conditioning, self.guidance_scale, negative_gradient=False
+                lambda rows: velocity(rows, unguided),
+                conditioning,
+                self.guidance_scale,
+                negative_gradient=self.negative_gradient,
             )
         return velocity(conditioning, self.guidance_scale)

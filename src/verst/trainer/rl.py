@@ -74,7 +74,7 @@ class RlTrainer:
         if recipe.run.deterministic:
             make_deterministic(device)
         self.family = recognise(recipe.model.path, fp32_modules=recipe.model.fp32_modules)
-        self._forward = Forward.of(recipe.sampling, self.family, self._dtype)
+        self._forward = Forward.of(recipe.sampling, self.family, self._dtype, two_passes=recipe.guides_in_two_passes)
         absent = sorted(set(recipe.algorithm.stream_weights) - set(self.family.streams))
         if absent:
             raise ConfigError(
