@@ -34,7 +34,6 @@ from verst.engine.bodies import (
 from verst.engine.files import check_files
 from verst.engine.images import ConditionImages
 from verst.engine.request import GenerateRequest, explain
-from verst.engine.resolve import resolve
 from verst.engine.transport import Accepted, Shipment, ship
 from verst.engine.worker import Unavailable
 from verst.errors import ConfigError, ModelError, PromptError, RequestError, SyncError, VerstError
@@ -96,7 +95,7 @@ class Endpoints:
         problems: list[str | None] = []
         for record in body.requests:
             try:
-                resolve(record, self._batcher.components, images=ConditionImages())
+                self._batcher.resolve(record, images=ConditionImages())
             except (RequestError, PromptError) as error:
                 problems.append(str(error))
             else:

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from verst.engine.images import check_number, load_images
+from verst.engine.images import ConditionImages, check_number, load_images
 from verst.engine.request import GenerateRequest
 from verst.engine.resolve import Resolved, resolve
 from verst.engine.wire import encode_response
@@ -118,6 +118,13 @@ class Batcher:
             raise Unavailable("the engine is still loading its model")
         return self._front
 
+    def resolve(self, request: GenerateRequest, *, images: ConditionImages | None = None) -> Resolved:
+        """What the engine will do. Raises RequestError or PromptError for what its model or its worker cannot."""
+        job = resolve(request, self.components, images=images)
+        assert self.worker is not None, "there are components, so there is a worker"
+        self.worker.refuse(job)
+        return job
+
     @property
     def num_waiting(self) -> int:
         return sum(isinstance(item, _Job) for item in self._queue)
@@ -177,7 +184,7 @@ class Batcher:
         check_number(components.family, len(paths))
         images = await asyncio.to_thread(load_images, paths) if paths else None
         job = _Job(
-            resolved=resolve(request, components, images=images),
+            resolved=self.resolve(request, images=images),
             put_s=time.perf_counter(),
             watch=watch or Stopwatch(),
             terms=terms,

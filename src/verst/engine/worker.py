@@ -105,6 +105,9 @@ class Worker:
         loaded = self.family.load(folder, parts=others, dtype=dtype, device=self.device)
         return replace(loaded, modules={**shell.modules, **loaded.modules})
 
+    def refuse(self, job: Resolved) -> None:
+        """Raises RequestError for what the model can and this worker cannot. From any thread."""
+
     def generate(
         self,
         jobs: Sequence[Resolved],

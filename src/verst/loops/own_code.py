@@ -6,15 +6,20 @@ from verst.algorithms import make_algorithm
 from verst.config.plugins import load_object
 from verst.config.recipe import RlRecipe
 from verst.config.rewards import OwnReward
+from verst.config.sections import SglangEngine
+from verst.engine.sglang.process import check_executable
 from verst.rewards.python import ENTRY_POINTS
 
 
 def check_own_code(recipe: RlRecipe) -> None:
-    """Raises ConfigError for an algorithm or a reward that cannot be had.
+    """Raises ConfigError for an algorithm, a reward or an engine's command that cannot be had.
 
     Rewards are imported and not made: one may load a model, for which its worker has the memory.
     """
     make_algorithm(recipe.algorithm, sampling=recipe.sampling, seed=recipe.run.seed)
+    engine = recipe.engine
+    if isinstance(engine, SglangEngine) and not engine.urls and recipe.cluster.address is None:
+        check_executable(engine.executable)
     for key, rewards in (("rewards", recipe.rewards), ("watch.gold", recipe.watch.gold)):
         for index, reward in enumerate(rewards):
             if isinstance(reward, OwnReward):

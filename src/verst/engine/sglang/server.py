@@ -41,6 +41,12 @@ class SglangEngineServer(EngineServer):
         self._environment, self._server_device, self._start_s, self._log = environment, server_device, start_s, log
         self._options = ServerOptions(timeout_s=self._request_timeout_s, way=way, check_noise=check_noise)
 
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Returns when a launched server has ended, too."""
+        super().stop(timeout_s)
+        if self._batcher is not None:
+            self._batcher.wait_closed(timeout_s)
+
     def _load(self) -> Worker:
         if self._threads > 0:
             torch.set_num_threads(self._threads)

@@ -88,6 +88,9 @@ class SglangWorker(Worker):
             noise=tuple(noise) if self._options.check_noise else (),
         )
 
+    def refuse(self, job: Resolved) -> None:
+        refuse_what_it_lacks(job, self._pipeline)
+
     def generate(
         self,
         jobs: Sequence[Resolved],
@@ -96,12 +99,11 @@ class SglangWorker(Worker):
         on_stage: OnStage = lambda job, stage, start_s, end_s: None,
     ) -> list[list[dict[str, Any]] | EngineError]:
         """See `Worker.generate`. One sample after the other, each a request of its own: the contract has no way to stop
-        one, so `stopped` is asked between them. Raises RequestError for what the contract lacks."""
+        one, so `stopped` is asked between them."""
         if self.receiver.invalid is not None:
             raise EngineError(f"the server's weights are not whole: {self.receiver.invalid}; send them again")
         results: list[list[dict[str, Any]] | EngineError] = []
         for number, job in enumerate(jobs):
-            refuse_what_it_lacks(job, self._pipeline)
             begun = time.perf_counter()
             made = self._make(job, stopped)
             on_stage(number, "denoise", begun, time.perf_counter())
