@@ -87,7 +87,6 @@ class NativeEngine(EngineBase):
         return self.num * self.parallel.ranks
 
 
-
 class SglangEngine(EngineBase):
     """SGLang-Diffusion servers (0.5.11 or newer), each behind an adapter that checks what it answers (docs/sglang.md)."""
 
