@@ -35,6 +35,7 @@ DIED = "The actor died unexpectedly before finishing this task."
         (DIED, ["Fatal Python error: Segmentation fault"], "crashed in native code"),
         ("OSError: [Errno 28] No space left on device", [], "a disk is full"),
         (DIED, ["Traceback:", "ValueError: 3 is not 4"], "it raised ValueError: 3 is not 4"),
+        ("SGLang's server at http://127.0.0.1:1 is gone.", [], "the SGLang server behind it ended; its log is in"),
         (DIED, ["loading the model"], "killed by a signal from outside"),
     ],
 )

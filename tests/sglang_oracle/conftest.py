@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "sglang_wheel" in getattr(item, "fixturenames", ()) and not (BUILT / "wheel" / "sglang").is_dir():
             item.add_marker(pytest.mark.skip(reason="no SGLang wheel is unpacked: make test-sglang"))
-        if "sglang_server" in getattr(item, "fixturenames", ()):
+        if {"sglang_server", "sglang_installed"} & set(getattr(item, "fixturenames", ())):
             if not (BUILT / "venv" / "bin" / "sglang").exists():
                 item.add_marker(pytest.mark.skip(reason="SGLang's server is not installed: make test-sglang"))
             elif not asked_for:
@@ -46,6 +46,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def sglang_wheel() -> Path:
     return BUILT / "wheel"
+
+
+@pytest.fixture(scope="session")
+def sglang_installed() -> None:
+    """Its tests start servers of their own."""
 
 
 @pytest.fixture(scope="session")

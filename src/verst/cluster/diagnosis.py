@@ -20,6 +20,7 @@ _SAID: tuple[tuple[str, str], ...] = (
     (r"CUDA error: (?P<what>.*)", "the GPU failed: {what}"),
     (r"NCCL (error|WARN)|ncclSystemError|ncclInternalError", "NCCL failed between GPUs"),
     (r"Too many open files", "too many open files (ulimit -n)"),
+    (r"SGLang's server at \S+ is gone", "the SGLang server behind it ended; its log is in the run folder, logs/"),
 )
 """What a process or its log says -> what it means; the first that is found."""
 _LINES = 20
