@@ -19,6 +19,7 @@ import torch
 from fake_sglang import Faults, command, running
 from run_fixtures import recipe_with, tiny_model
 
+from verst.config.plan import batch_plan
 from verst.engine.client import EngineClient, check_echo
 from verst.engine.request import GenerateRequest
 from verst.engine.server import EngineServer
@@ -427,5 +428,7 @@ def test_num_follows_the_addresses(tmp_path: Path) -> None:
     recipe = recipe_with(tmp_path, *base, 'engine.urls=["http://a:1", "http://b:1"]')
     assert recipe.engine.num == 2
     assert recipe.guides_in_two_passes
+    assert not batch_plan(recipe).exact_ratio
+    assert batch_plan(recipe_with(tmp_path)).exact_ratio
     assert recipe_with(tmp_path).engine.type == "native"
     assert not recipe_with(tmp_path).guides_in_two_passes

@@ -138,6 +138,8 @@ def _ratio(recipe: RlRecipe, *, exact: bool) -> str:
         return f"to samples that are up to {recipe.schedule.staleness} weight versions behind: docs/schedules.md"
     if exact:
         return "exactly 1: tiles have the engine's batch shape"
+    if recipe.engine.type == "sglang":
+        return "1 to rounding: SGLang's log-probs are of the noise that it drew (docs/sglang.md)"
     return "1 to rounding: tiles and engine batches differ in shape"
 
 

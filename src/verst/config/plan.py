@@ -53,6 +53,8 @@ def batch_plan(recipe: RlRecipe) -> BatchPlan:
         tiles_per_rank=-(-per_rank // trainer.tile_size),
         exact_ratio=(
             recipe.run.deterministic
+            # Another's log-probs, of the noise and not of what came out, and of batches of one sample.
+            and isinstance(recipe.engine, s.NativeEngine)
             and trainer.tile_size == rollout.microgroup_size
             and recipe.sync.lora != "merged_in_engine"
             and not recipe.schedule.staleness

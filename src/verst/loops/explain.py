@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from verst.algorithms.pairs import Tile, joint_log_prob, pair_block, tiles_of
 from verst.config.recipe import RlRecipe
-from verst.config.sections import NoSteps, ParallelConfig
+from verst.config.sections import NoSteps, ParallelConfig, SglangEngine
 from verst.engine.resolve import resolve
 from verst.engine.wire import encode_response, to_microgroup
 from verst.engine.worker import Worker
@@ -113,6 +113,11 @@ def explain_ratio(
     if isinstance(recipe.sampling.steps, NoSteps):
         raise ConfigError(
             f"{run} trains with {recipe.algorithm.type} on clean samples: no step is recorded, so none has a ratio"
+        )
+    if isinstance(recipe.engine, SglangEngine):
+        raise ConfigError(
+            f"{run} was sampled by SGLang servers (engine.type = sglang), into whose blocks nobody sees; docs/sglang.md says "
+            "how near the ratio is to 1 there, and why"
         )
     if not 1 <= iteration <= recipe.run.iterations:
         raise ConfigError(f"iteration {iteration} is not among 1..{recipe.run.iterations} of this run")
