@@ -98,7 +98,7 @@ class Launched:
     def start(self) -> None:
         check_executable(self._executable)
         self.close()
-        port, scheduler, master = _free_ports(3)
+        port, scheduler, master = _free_ports()
         self.url = f"http://127.0.0.1:{port}"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
@@ -188,12 +188,20 @@ def check_executable(name: str) -> None:
         )
 
 
-def _free_ports(count: int) -> list[int]:
-    """Different ones: all are held until the last is found."""
+def _free_ports() -> tuple[int, int, int]:
+    """For HTTP, whose next number the server takes as well; for its scheduler; for its ranks. All are held until the last is
+    found."""
     with ExitStack() as held:
-        ports = []
-        for _ in range(count):
+
+        def take(port: int = 0) -> int:
             sock = held.enter_context(socket.socket())
-            sock.bind(("127.0.0.1", 0))
-            ports.append(int(sock.getsockname()[1]))
-        return ports
+            sock.bind(("127.0.0.1", port))
+            return int(sock.getsockname()[1])
+
+        while True:
+            http = take()
+            try:
+                take(http + 1)
+            except (OSError, OverflowError):
+                continue
+            return http, take(), take()
