@@ -52,8 +52,8 @@ def choose(
     if all_gpus and len(set(gpus)) == len(gpus):
         return "collective", "trainer ranks and engines have a GPU each (NCCL)"
     if len(hosts) == 1:
-        why = "engines on the GPUs of other trainer ranks" if gpus else "no GPU"
-        return "shm", f"one host, {why}"
+        shared = "engines on the GPUs of other trainer ranks" if all_gpus else "engines take weights in host memory"
+        return "shm", f"one host, {shared if gpus else 'no GPU'}"
     if not gpus:
         return "collective", f"{len(hosts)} hosts without GPUs (gloo)"
     raise ConfigError(
