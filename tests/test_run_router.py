@@ -168,6 +168,15 @@ async def test_a_request_that_no_engine_will_ever_take_does_not_wait_in_the_rout
 
 
 @on_a_loop
+async def test_where_nobody_brings_engines_back_the_end_of_one_is_that_of_its_requests() -> None:
+    lost = Dying()
+    async with scene() as s, lost.serving() as gone, routed(s.url, gone) as pool:
+        lost.lives = False
+        with pytest.raises(EngineError, match=f"engine {gone} was put aside by the router"):
+            await pool.generate(task_of(0, 0))
+
+
+@on_a_loop
 async def test_what_an_engine_says_of_a_request_is_no_loss_of_it() -> None:
     engine, owner = FakeEngine(), OfEngines()
     engine.status, owner.num_made = 500, 1  # from here on nobody is lost

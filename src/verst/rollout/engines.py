@@ -142,7 +142,17 @@ class EnginePool:
         for seat in self._seats:
             if seat.client.url == url and seat.state == "ready":
                 error = EngineError(f"engine {url} was put aside by the router: {reason}")
+                if self._mender is None:
+                    await self._end_with(seat, error)
+                    continue
                 await self._judge(seat, seat.client, error, unless=functools.partial(_takes_weights, seat))
+
+    async def _end_with(self, seat: _Seat, error: EngineError) -> None:
+        """Nobody brings it back: where it is lost, that is the failure of all requests."""
+        if not await seat.client.health():
+            seat.state = "lost"
+            seat.mending = asyncio.create_task(_failed(error), name="verst-engine-lost")
+            seat.mending.add_done_callback(self._mended)
 
     async def _ready(self, states: tuple[str, ...]) -> _Seat:
         while True:
@@ -365,6 +375,10 @@ async def hand_over(
 
 def _takes_weights(seat: _Seat) -> bool:
     return seat.takes_weights
+
+
+async def _failed(error: EngineError) -> None:
+    raise error
 
 
 async def _result(value: Awaitable[str]) -> str:
