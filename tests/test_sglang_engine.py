@@ -19,6 +19,7 @@ import torch
 from fake_sglang import Faults, command, running
 from run_fixtures import recipe_with, tiny_model
 
+from verst.cli.doctor_target import recipe_findings
 from verst.config.plan import batch_plan
 from verst.engine.client import EngineClient, check_echo
 from verst.engine.request import GenerateRequest
@@ -432,3 +433,18 @@ def test_num_follows_the_addresses(tmp_path: Path) -> None:
     assert batch_plan(recipe_with(tmp_path)).exact_ratio
     assert recipe_with(tmp_path).engine.type == "native"
     assert not recipe_with(tmp_path).guides_in_two_passes
+
+
+def test_doctor_looks_for_servers_and_their_command(tmp_path: Path) -> None:
+    def found(*overrides: str) -> list[tuple[str, str]]:
+        base = ("engine.type=sglang", "sampling.shared_initial_noise=false", "model.max_sequence_length=256")
+        recipe = recipe_with(tmp_path, *base, *overrides)
+        return [(finding.level, finding.text) for finding in recipe_findings(recipe) if finding.name == "sglang"]
+
+    with running(tiny_model(), Faults()) as (good, _), running(tiny_model(), Faults(version="0.5.9")) as (old, _):
+        levels = found(f'engine.urls=["{good}", "{old}", "http://127.0.0.1:9"]')
+        assert levels[:2] == [("ok", f"{good} is SGLang 0.5.23"), ("fail", f"{old} is SGLang 0.5.9")]
+        assert levels[2][0] == "fail"
+        assert "http://127.0.0.1:9 dropped /server_info" in levels[2][1]
+    assert found(f'engine.executable="{command(tmp_path)}"')[0][0] == "ok"
+    assert found("engine.executable=no-such-sglang") == [("fail", "no server can be launched")]

@@ -12,7 +12,8 @@ from pathlib import Path
 from verst.cli.doctor import Finding
 from verst.cli.doctor_machine import GIB, compiler, disk, open_files, ports, shared_memory, usable_gpus
 from verst.config.recipe import Recipe, RlRecipe
-from verst.errors import ConfigError, VerstError
+from verst.config.sections import SglangEngine
+from verst.errors import ConfigError, EngineError, ModelError, VerstError
 
 _POINTER = b"version https://git-lfs"
 """How the text begins that git leaves in a large file's place until git-lfs has fetched it."""
@@ -42,7 +43,7 @@ def target_findings(target: Path) -> list[Finding]:
     ]
     if recipe.model.path.is_dir():
         findings += [*model_findings(recipe.model.path), room(recipe.model.path)]
-    return [*findings, *_recipe_findings(recipe)]
+    return [*findings, *recipe_findings(recipe)]
 
 
 def model_findings(folder: Path) -> list[Finding]:
@@ -100,7 +101,7 @@ def room(folder: Path) -> Finding:
     return Finding(name="room", level="warn", text=text, remedy=remedy)
 
 
-def _recipe_findings(recipe: Recipe) -> list[Finding]:
+def recipe_findings(recipe: Recipe) -> list[Finding]:
     """What it asks of the machine beyond what every run does."""
     folder = recipe.run.folder
     while not folder.exists():
@@ -126,6 +127,8 @@ def _rl_findings(recipe: RlRecipe) -> list[Finding]:
         findings.append(ports(recipe.engine.port, recipe.engine.num))
     if recipe.engine.router.enabled and recipe.engine.router.port:
         findings.append(ports(recipe.engine.router.port, key="engine.router.port"))
+    if isinstance(recipe.engine, SglangEngine):
+        findings += _sglang_findings(recipe.engine)
     if recipe.run.device == "cpu" or recipe.cluster.address is not None:
         return findings
     asked, there = num_gpus(recipe), usable_gpus()
@@ -139,6 +142,36 @@ def _rl_findings(recipe: RlRecipe) -> list[Finding]:
         return [*findings, Finding(name="gpus", level="ok", text=text)]
     remedy = "lower trainer.ranks and engine.num, or cluster.placement.type = colocated, or name a cluster.address"
     return [*findings, Finding(name="gpus", level="fail", text=text, remedy=remedy)]
+
+
+def _sglang_findings(engine: SglangEngine) -> list[Finding]:
+    """Of the command that servers are launched by, or of those that run already."""
+    from verst.engine.sglang.contract import OLDEST, SglangClient, release
+    from verst.engine.sglang.process import check_executable
+
+    if not engine.urls:
+        try:
+            check_executable(engine.executable)
+        except ConfigError as error:
+            return [Finding(name="sglang", level="fail", text="no server can be launched", remedy=str(error))]
+        return [Finding(name="sglang", level="ok", text=f"servers are launched by {engine.executable}")]
+    findings = []
+    for url in engine.urls:
+        client = SglangClient(url, timeout_s=5.0)
+        try:
+            version = client.server_version()
+        except (EngineError, ModelError) as error:
+            remedy = "start it first, or leave engine.urls out and let the run launch servers"
+            findings.append(Finding(name="sglang", level="fail", text=str(error), remedy=remedy))
+            continue
+        finally:
+            client.close()
+        fits = release(version) >= OLDEST
+        remedy = "" if fits else f"install {'.'.join(map(str, OLDEST))} or newer there"
+        findings.append(
+            Finding(name="sglang", level="ok" if fits else "fail", text=f"{url} is SGLang {version}", remedy=remedy)
+        )
+    return findings
 
 
 def _size(folder: Path) -> int:

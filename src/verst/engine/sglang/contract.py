@@ -40,12 +40,15 @@ class SglangClient:
         except httpx.TransportError:
             return False
 
+    def server_version(self) -> str:
+        """As it says. Raises EngineError, ModelError."""
+        return str(self._get("/server_info").get("version", "of an unknown version"))
+
     def verify(self, pipeline: Pipeline) -> str:
         """The server's version. Raises ModelError for one that is too old or serves another kind of model."""
         server, model = self._get("/server_info"), self._get("/model_info")
         version = str(server.get("version", ""))
-        numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-        if numbers < OLDEST:
+        if release(version) < OLDEST:
             raise ModelError(
                 f"{self.url} is SGLang {version or 'of an unknown version'}; its rollout API needs "
                 f"{'.'.join(map(str, OLDEST))} or newer"
@@ -151,6 +154,11 @@ class SglangClient:
             return self._http.request(method, path, json=body)
         except httpx.TransportError as error:
             raise EngineError(f"{self.url} dropped {path}: {type(error).__name__} {error}") from error
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The first three numbers of a version; () where it has none."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def _bucket(named: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
