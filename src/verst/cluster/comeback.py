@@ -30,6 +30,8 @@ class Comeback(Generic[T]):
     """That either may take: one that hangs in its start would not say so."""
     processes: Processes
     supervisor: Supervisor
+    key: str = "supervision.start_s"
+    """That sets the limit."""
 
     async def up(self, first: Callable[[], Awaitable[T]]) -> T:
         """What `first` returns of the process that is there, or `begin` of another one in its place."""
@@ -61,10 +63,10 @@ class Comeback(Generic[T]):
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
-            self.supervisor.hangs(self.process, not_there(self.start_s))
+            self.supervisor.hangs(self.process, not_there(self.start_s, self.key))
         return str(error)
 
 
-def not_there(start_s: float) -> str:
-    """What is said of a process that hangs in its start."""
-    return f"it was not there after {start_s:g} s (supervision.start_s)"
+def not_there(start_s: float, key: str = "supervision.start_s") -> str:
+    """What is said of a process that hangs in its start. key: that sets the limit."""
+    return f"it was not there after {start_s:g} s ({key})"

@@ -14,6 +14,7 @@ from verst.cluster.comeback import Comeback
 from verst.cluster.processes import Asked, Processes
 from verst.cluster.supervisor import Supervisor, Watched
 from verst.config.recipe import RlRecipe
+from verst.config.sections import SglangEngine
 from verst.errors import ProcessDied
 from verst.rollout.pipeline import together
 from verst.trainer.topology import Place
@@ -75,6 +76,11 @@ class EngineFleet:
         self._recipe, self._processes, self._supervisor = recipe, processes, supervisor
         self._device, self._token = device, token
         self._per_engine = recipe.engine.parallel.ranks
+        self._start_s, self._start_key = recipe.supervision.start_s, "supervision.start_s"
+        if isinstance(recipe.engine, SglangEngine):
+            # The server has its own time, and says itself what came of it; the rest is its adapter's.
+            self._start_s += recipe.engine.start_s
+            self._start_key += " + engine.start_s"
         self._engines: list[EngineProcesses] = []
         self.has_work: Callable[[int], bool] = lambda index: False
         """Whether something waits for that engine."""
@@ -154,7 +160,7 @@ class EngineFleet:
 
     async def _load(self, index: int, lent: Any) -> str:
         # Whoever waits for it has less patience, and then it is one that hangs.
-        url = await self._engines[index].start(4 * self._recipe.supervision.start_s, lent)
+        url = await self._engines[index].start(2 * self._start_s, lent)
         watched = Watched(
             limit_s=self._recipe.supervision.engine_s,
             key="supervision.engine_s",
@@ -184,9 +190,10 @@ class EngineFleet:
             kind="engine",
             begin=begin,
             end=functools.partial(self._end, index),
-            start_s=self._recipe.supervision.start_s,
+            start_s=self._start_s,
             processes=self._processes,
             supervisor=self._supervisor,
+            key=self._start_key,
         )
 
     async def _end(self, index: int) -> None:
