@@ -25,8 +25,6 @@ from verst.weights.manifest import Certificate, Manifest, verify
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
-_ROUTER_S = 30.0
-"""For a router's answer about its engines, whom it may ask itself."""
 Transport = Literal["auto", "msgpack", "shm"]
 Compression = Literal["none", "zstd", "lz4"]
 
@@ -191,16 +189,16 @@ class EngineClient:
         Raises EngineError.
         """
         body = {"engines": list(urls), "weight_version": weight_version}
-        return await self._rows("PUT", json=body)
+        return await self._rows("PUT", timeout_s=self._timeout_s, json=body)
 
     async def engines(self) -> list[dict[str, Any]]:
         """Of a router: what it knows of each of its engines. Raises EngineError."""
-        return await self._rows("GET")
+        return await self._rows("GET", timeout_s=10.0)
 
-    async def _rows(self, method: str, **more: Any) -> list[dict[str, Any]]:
+    async def _rows(self, method: str, *, timeout_s: float, **more: Any) -> list[dict[str, Any]]:
         path = "/engines"
         try:
-            response = await self._http.request(method, path, timeout=_ROUTER_S, **more)
+            response = await self._http.request(method, path, timeout=timeout_s, **more)
         except httpx.TransportError as error:
             raise self._dropped(path, error) from error
         rows: list[dict[str, Any]] = self._checked(response, path).json()
