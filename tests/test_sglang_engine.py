@@ -284,6 +284,16 @@ def test_lora_pairs_have_a_way_of_their_own() -> None:
         assert (body["weight_update_mode"], body["lora_rank"], body["lora_alpha"]) == ("lora_merge", 2, 4)
         for name, tensor in weights.tensors.items():
             assert torch.equal(fake.lora[name.replace(".default.weight", "")], tensor)
+        hand_over(server, weights)
+        proven = [
+            set(body["expected_named_tensors_sha256"])
+            for path, body in fake.faults.asked
+            if path == "/update_weights_from_tensor_checker" and "lora_" in str(body)
+        ]
+        first, second = ({n for n in names if n.endswith("base_layer.weight")} for names in proven[-2:])
+        # The base is looked at once, when the server has wrapped it.
+        assert len(first) == len(weights.tensors) // 2
+        assert second == set()
 
 
 def test_half_precision_with_what_the_server_keeps_in_fp32() -> None:

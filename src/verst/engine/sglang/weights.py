@@ -37,6 +37,8 @@ class ServerWeights:
         )
         self._kept: dict[str, dict[str, torch.dtype]] = {}
         """module -> tensors that the server keeps in another dtype."""
+        self._wrapped: set[str] = set()
+        """Modules whose layers the server has wrapped for a LoRA, with the base as it was."""
 
     def compare(self) -> int:
         """That a server that has begun holds the mirror's checkpoint, before anything is pushed; the number of its tensors.
@@ -114,9 +116,12 @@ class ServerWeights:
         for layer, (a, b) in _pairs(mirror).items():
             pairs[layer] = (a.to(self._dtype), b.to(self._dtype))
             expected |= {f"{layer}.lora_A": pairs[layer][0], f"{layer}.lora_B": pairs[layer][1]}
-            expected[f"{layer}.base_layer.weight"] = mirror.get_submodule(layer).get_parameter("base_layer.weight")
+            if module not in self._wrapped:
+                # Gigabytes, which nothing changes from then on.
+                expected[f"{layer}.base_layer.weight"] = mirror.get_submodule(layer).get_parameter("base_layer.weight")
         self._client.update_lora(module, pairs, rank=spec.rank, alpha=spec.alpha)
         self._prove(module, {name: tensor_hash(t.to(self._dtype)) for name, t in expected.items()})
+        self._wrapped.add(module)
 
     def _prove(self, module: str, hashes: Mapping[str, str]) -> None:
         if problem := self._client.mismatch(module, hashes):
