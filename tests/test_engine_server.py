@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import json
 import shutil
 import socket
 import time
@@ -17,13 +18,25 @@ import pytest
 import safetensors.torch
 import torch
 from engine_fixtures import HeldServer, HeldWorker, folder, keys, raw, request  # noqa: F401
+from loop_fixtures import on_a_loop
+from starlette.requests import Request
 
+from verst.engine.app import _failed
 from verst.engine.batching import Batcher, Expired, OtherWeights
 from verst.engine.client import EngineClient
 from verst.engine.server import EngineServer
 from verst.engine.wire import decode_response, to_microgroup
 from verst.engine.worker import Worker
-from verst.errors import ConfigError, EchoError, EngineError, ModelError, RequestError, SyncError
+from verst.errors import (
+    ConfigError,
+    EchoError,
+    EngineError,
+    InvariantError,
+    ModelError,
+    RequestError,
+    SyncError,
+    VerstError,
+)
 from verst.families.tiny import build_tiny
 from verst.web.guard import new_token
 from verst.web.terms import Terms
@@ -624,3 +637,13 @@ def test_the_client_waits_for_room_and_passes_refusals_on(folder: Path) -> None:
         asyncio.run(scenario())
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ConfigError("no such way"), 400), (EngineError("out of memory"), 500), (InvariantError("two versions"), 500)],
+)
+@on_a_loop
+async def test_every_error_of_ours_is_an_answer(error: VerstError, status: int) -> None:
+    answer = await _failed(Request({"type": "http"}), error)
+    assert (answer.status_code, json.loads(bytes(answer.body))["detail"]) == (status, str(error))
