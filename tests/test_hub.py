@@ -8,7 +8,8 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from run_fixtures import tiny_model
+from cli_fixtures import here
+from run_fixtures import tiny_model, write_recipe
 
 from verst.errors import ModelError
 from verst.families import recognise
@@ -29,6 +30,17 @@ def test_a_cached_model_is_found_by_its_id(tmp_path: Path, monkeypatch: pytest.M
     (entry / "refs" / "main").write_text(snapshot.name)
     monkeypatch.setattr("verst.families.hub.snapshot_download", _cached(tmp_path))
     assert recognise(local_folder(Path("someone/tiny"))).name == "sd3"
+
+
+def test_eval_of_a_recipe_looks_for_its_model_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("verst.families.hub.snapshot_download", _cached(tmp_path))
+    recipe = write_recipe(tmp_path)
+    assert here(monkeypatch, "eval", recipe, "model.path=someone/absent") == 2
+    assert "someone/absent is no folder here, and as a model of the hub" in capsys.readouterr().err
+    assert here(monkeypatch, "eval", recipe, "prompts.heldout=none.txt") == 2
+    assert "prompts.heldout = 'none.txt' does not exist" in capsys.readouterr().err
 
 
 def _cached(folder: Path) -> Callable[..., str]:

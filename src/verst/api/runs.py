@@ -50,13 +50,9 @@ def evaluate(
     """
     from verst.loops.evaluate import evaluate as evaluated
     from verst.loops.run_folder import stored_recipe
-    from verst.loops.start import with_files
 
-    run: Path | None = None
-    if isinstance(target, RlRecipe | SftRecipe):
-        recipe = with_files(target)
-    else:
-        recipe = stored_recipe(run := Path(target))
+    run = None if isinstance(target, RlRecipe | SftRecipe) else Path(target)
+    recipe = target if isinstance(target, RlRecipe | SftRecipe) else stored_recipe(Path(target))
     return wait_for(lambda: evaluated(recipe, run, checkpoint=str(checkpoint), ema=ema))
 
 

@@ -14,6 +14,7 @@ from verst.flow.determinism import make_deterministic
 from verst.loops.local_engine import local_pipeline
 from verst.loops.prompt_checks import check_prompts
 from verst.loops.rl import heldout_metrics, wants_cuda
+from verst.loops.start import with_files
 from verst.obs.waiting import Tell, nobody
 from verst.rewards.local import local_pools
 from verst.rollout.plan import plan_evaluation
@@ -32,10 +33,10 @@ class Evaluation:
 
 
 async def evaluate(recipe: Recipe, run: Path | None, *, checkpoint: str, ema: bool, tell: Tell = nobody) -> Evaluation:
-    """A checkpoint of a run; without one the model that the recipe starts from.
+    """A checkpoint of a run; without one the model that the recipe starts from, which the hub may have.
 
     checkpoint: as for `find_checkpoint`. ema: the moving average of the weights. Raises ConfigError for a recipe of SFT, a
-    checkpoint that is not there, and what an untrained model cannot have.
+    checkpoint or a file of the recipe that is not there, and what an untrained model cannot have.
     """
     if not isinstance(recipe, RlRecipe):
         raise ConfigError(f"{run or recipe.run.name} is an SFT recipe, which evaluates itself while it trains")
@@ -45,6 +46,9 @@ async def evaluate(recipe: Recipe, run: Path | None, *, checkpoint: str, ema: bo
                 raise ConfigError(
                     f"{said}: {recipe.run.name} is a recipe, whose untrained model is evaluated; name a run"
                 )
+        tell(f"looking for {recipe.model.path}")
+        recipe = with_files(recipe)
+        assert isinstance(recipe, RlRecipe)
     folder = None if run is None else find_checkpoint(run, checkpoint)
     metrics = await evaluate_model(recipe, checkpoint=folder, ema=ema, tell=tell)
     return Evaluation(metrics=metrics, checkpoint=folder)
