@@ -167,12 +167,18 @@ def test_miles_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("{not json", "begins as JSON and is none"),
         ("what is this", "line 1: 'what is this' is neither `key = value` nor `--flag value`"),
         ("--lr 'open", "is no list of flags"),
-        ("mixed_precision = 'fp8'", "mixed_precision = 'fp8' is not what that setting takes"),
+        (
+            "mixed_precision = 'fp8'",
+            "mixed_precision = 'fp8' is not what that setting takes (known are 'fp16', 'bf16', 'no'); correct",
+        ),
         ("--diffusion-num-sde-steps two", "diffusion-num-sde-steps = 'two' is not what that setting takes"),
         ("--diffusion-sde-window-range 0", "a window or list of steps is not as miles_diffusion writes it"),
         ("--rollout-batch-size many", "rollout.num_groups would be 'many', which must be a count from 1"),
         ("--lr fast", "lr = 'fast' is not what that setting takes"),
-        ("--eval-prompt-data \"['one']\"", "eval-prompt-data = ['one'] is not what that setting takes"),
+        (
+            "--eval-prompt-data \"['one']\"",
+            "eval-prompt-data = ['one'] is not what that setting takes (it is a name and a path)",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_named(

@@ -175,9 +175,9 @@ def _take(draft: Draft, name: str, value: Any, rules: Mapping[str, str | Rule], 
     elif rule is not None:
         try:
             rule(draft, value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{name} = {value!r} is not what that setting takes; correct it, or leave it out"
+                f"{name} = {value!r} is not what that setting takes ({error}); correct it, or leave it out"
             ) from None
     else:
         draft.absent[name] = absent.get(name, "verst has no such setting, or it is not known here: docs/migration.md")

@@ -19,7 +19,7 @@ def _heldout(draft: Draft, value: Any) -> None:
     """`name path ...`: the first of them."""
     pair = value if isinstance(value, list) else ["", value]
     if len(pair) < 2:
-        raise ValueError("a name and a path")
+        raise ValueError("it is a name and a path")
     draft.values["prompts.heldout"] = str(pair[1])
     if len(pair) > 2:
         draft.absent["eval-prompt-data"] = f"one file of held-out prompts; {pair[1]} was taken, {pair[3::2]} not"
