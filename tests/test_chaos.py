@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import typer.main
 from run_fixtures import final_tensors, metric_rows, recipe_with, write_recipe
 
+from verst.cli.main import app
 from verst.errors import CheckpointError, ConfigError
 from verst.loops.chaos import KINDS, chaos, kinds_of, schedule
 from verst.loops.ledger import Ledger, ledger_faults, read_ledger
@@ -29,6 +31,12 @@ def test_a_schedule_is_a_function_of_its_seed() -> None:
     assert all(0.0 <= fault.wait_s <= 2.0 and 0.0 <= fault.choice < 1.0 for fault in made)
     actions = Counter(fault.action for fault in made)
     assert actions["kill"] > actions["pause"] > actions["hang"] > 0
+
+
+def test_the_command_names_every_kind() -> None:
+    command = typer.main.get_command(app).commands["chaos"]  # type: ignore[attr-defined]
+    (told,) = [option.help for option in command.params if option.name == "kinds"]
+    assert told.startswith(f"{', '.join(KINDS)};")
 
 
 def row(iteration: int, *, version: int | None = None) -> dict[str, Any]:

@@ -82,7 +82,10 @@ def plan(
     overrides: Overrides = None,
     steps: Annotated[bool, typer.Option(help="Also the model's sigma grid: loads its scheduler, no weights.")] = False,
     memory: Annotated[
-        bool, typer.Option(help="Also the memory of a trainer rank and of an engine: traces shapes, reads no weights.")
+        bool,
+        typer.Option(
+            help="Also the memory of a trainer rank and of an engine, or of SFT's process: traces shapes, reads no weights."
+        ),
     ] = False,
     simulate: Annotated[
         bool, typer.Option(help="Instead: how long an iteration takes, and what to have how many of, by simulation.")
@@ -113,7 +116,8 @@ def chaos(
     seed: Annotated[int, typer.Option(help="Of the schedule of faults.")] = 0,
     faults: Annotated[int, typer.Option(help="Kills, pauses, hangs and delays.")] = 10,
     kinds: Annotated[
-        list[str] | None, typer.Option(help="engine, trainer, parser, reward, driver; unset = all. May be repeated.")
+        list[str] | None,
+        typer.Option(help="engine, trainer, parser, reward, driver, router; unset = all of the run. May be repeated."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of both runs; unset = a temporary one, kept.")] = None,
     limit_s: Annotated[float, typer.Option("--limit", help="Seconds without progress that are a hang.")] = 30.0,
