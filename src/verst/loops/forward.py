@@ -12,8 +12,6 @@ from torch import nn
 from verst.families import Components
 from verst.types import Conditioning, Latents
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 def velocity(
     components: Components,

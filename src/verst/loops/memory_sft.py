@@ -14,10 +14,10 @@ from verst.config.supervised import DpoOfflineConfig, SftRecipe
 from verst.errors import ConfigError
 from verst.families import Components, Family, recognise
 from verst.families.skeleton import Skeletons
-from verst.loops.forward import DTYPES
 from verst.loops.memory_shapes import prepare, stored_bytes
 from verst.trainer.estimate import Copies, HeldGradient, Item, Sizes, trainer_items
 from verst.trainer.footprint import TileBytes, inputs_of, trace_tile
+from verst.trainer.rl import DTYPES
 from verst.types import Conditioning, Geometry, Latents
 
 _OF_FSDP = ("gathered weights", "gradients of one block")

@@ -18,11 +18,12 @@ from verst.families import Components
 from verst.families.base import to_uint8
 from verst.flow.denoise import denoise
 from verst.flow.noise import SampleNoise, derive_seed
-from verst.loops.forward import DTYPES, velocity
+from verst.loops.forward import velocity
 from verst.obs.samples import ShownSample
 from verst.rewards.base import RewardBatch
 from verst.rewards.local import LocalRewards
 from verst.rollout.prompts import Prompt
+from verst.trainer.rl import DTYPES
 from verst.types import Conditioning, Geometry, Latents
 
 

@@ -16,10 +16,11 @@ from verst.algorithms.sft import min_snr_weight, noised, velocity_loss
 from verst.config import sections as s
 from verst.config.supervised import DpoOfflineConfig, SftConfig, SftRecipe
 from verst.families import Components
-from verst.loops.forward import DTYPES, velocity
+from verst.loops.forward import velocity
 from verst.loops.sft_data import Batch
 from verst.trainer.core import TileLoss, Trainer
 from verst.trainer.policies import ReferencePolicy
+from verst.trainer.rl import DTYPES
 from verst.types import Conditioning, Latents
 
 Closure = Callable[[], TileLoss]

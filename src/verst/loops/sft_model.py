@@ -14,8 +14,9 @@ from verst.errors import ConfigError
 from verst.families import ALL_PARTS, Components, recognise
 from verst.families.compiled import compile_blocks
 from verst.families.tiny import build_glyphs
-from verst.loops.forward import DTYPES, keep_islands_in_fp32
+from verst.loops.forward import keep_islands_in_fp32
 from verst.trainer.recompute import recompute_blocks
+from verst.trainer.rl import DTYPES
 from verst.weights.adapter_files import load_adapters
 from verst.weights.lora import LoraSpec, adaptable, attach_lora
 
