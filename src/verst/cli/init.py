@@ -86,9 +86,9 @@ def _written(model: Path, out: Path, said: Wishes, tell: Tell) -> tuple[dict[str
         if family.num_images:
             notes.append("Prompts of this family name condition images: docs/prompts.md says how.")
     else:
-        rewards = [_reward(said)] if said.reward else []
         tables, notes = sft_tables(model, out.stem, family, defaults, geometry, said.data, machine, full=said.full)
-        tables |= {"rewards": rewards, "prompts": {"heldout": str(said.heldout)}} if rewards else {}
+        if said.reward:
+            tables |= {"rewards": [_reward(said)], "prompts": {"heldout": str(said.heldout)}}
     tables, note = fitted(tables, machine, tell=tell)
     header = [
         f"{family.name} with {said.algorithm}, written by verst init. {machine}",
