@@ -55,6 +55,8 @@ COMMANDS = [
     (("train", "no.toml"), "recipe no.toml does not exist"),
     (("train", "broken.toml"), "recipe broken.toml cannot be read"),
     (("plan", "recipe.toml", "--simulate", "--gpus", "0"), "--gpus 0 must be numbers from 1"),
+    (("plan", "recipe.toml", "--simulate", "--memory"), "leave --steps and --memory out of this call"),
+    (("plan", "recipe.toml", "--times", "times.toml"), "say what stages take for --simulate: add it"),
     (("eval", "."), "recipe.toml"),
     (("export", ".", "out"), "is no run folder"),
     (("replay", "."), "recipe.toml"),

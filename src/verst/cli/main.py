@@ -24,7 +24,7 @@ import typer
 
 from verst.cli import looking, starting, usage
 from verst.cli.options import AsJson, Overrides, Quiet, RecipePath, waiting
-from verst.errors import VerstError
+from verst.errors import ConfigError, VerstError
 
 _GPUS = ",".join(str(2**n) for n in range(11))
 
@@ -101,8 +101,12 @@ def plan(
     """Print the resolved recipe, its batch arithmetic and its processes. Loads no model."""
     from verst.cli import plan as command
 
+    if simulate and (steps or memory):
+        raise ConfigError("--simulate prints the simulation alone: leave --steps and --memory out of this call")
+    if not simulate and (source is not None or times is not None):
+        raise ConfigError("--from and --times say what stages take for --simulate: add it, or leave them out")
     quiet = quiet or as_json
-    loaded = _load(recipe, overrides, model=not simulate and (steps or memory), quiet=quiet)
+    loaded = _load(recipe, overrides, model=steps or memory, quiet=quiet)
     if simulate:
         command.print_simulation(loaded, source=source, times=times, gpus=gpus, as_json=as_json, quiet=quiet)
     else:
