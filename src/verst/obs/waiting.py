@@ -48,6 +48,8 @@ def waiting(*, quiet: bool = False, console: Console | None = None) -> Iterator[
 
         def tell(text: str, *, done: int = 0, total: int | None = None) -> None:
             count = "" if total is None else f"{done}/{total}"
-            shown.update(line, description=text, completed=done, total=total, count=count)
+            # New words are drawn at once: what is over before the next redrawing is seen too.
+            new = text != shown.tasks[0].description
+            shown.update(line, description=text, completed=done, total=total, count=count, refresh=new)
 
         yield tell
