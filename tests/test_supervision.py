@@ -19,9 +19,12 @@ from verst.cluster.hand_over import HandOver
 from verst.cluster.supervisor import Fault, Supervisor, Watched
 from verst.cluster.trainers import TrainerGroup
 from verst.config import load_recipe
+from verst.config.rewards import PythonReward
 from verst.config.supervision import SupervisionConfig
 from verst.engine.wire import Answer, GenerateRequest
 from verst.errors import ConfigError, EngineError, InvariantError, ProcessDied, StateLost, SyncError
+from verst.rewards.base import RewardBatch
+from verst.rewards.pool import RewardPool
 from verst.rollout.engines import EnginePool
 
 DIED = "The actor died unexpectedly before finishing this task."
@@ -161,6 +164,32 @@ async def test_calls_of_a_dead_worker_are_made_again_by_the_one_in_its_place() -
     assert await ActorPool([Actor(1), Actor(3)], role="parser").call(Actor.submit) == 1
     with pytest.raises(ProcessDied):
         await ActorPool([dead], role="parser").call(Actor.submit)
+
+
+@on_virtual_time
+async def test_the_time_of_a_call_is_not_that_of_a_worker_coming_back() -> None:
+    fresh = Actor(7)
+
+    async def replace(index: int, error: ProcessDied) -> tuple[Actor, str]:
+        await asyncio.sleep(90.0)
+        return fresh, "host"
+
+    pool = ActorPool([Actor(1, dead=True)], role="reward", replace=replace)
+
+    async def call(batch: RewardBatch) -> list[int]:
+        return [await pool.call(Actor.submit, timeout_s=20.0)]
+
+    config = PythonReward(path="a:b", timeout_s=20.0, attempts=1)
+    batch = RewardBatch.plain(torch.zeros(1, 1, 2, 2, 3, dtype=torch.uint8), ["a"])
+    result = await RewardPool(config, call, deterministic=True, limited=False).score(batch)
+    assert (result.values, result.num_attempts) == ((7.0,), 1)
+
+    async def never(actor: Actor) -> int:
+        await asyncio.get_running_loop().create_future()
+        return actor.value
+
+    with pytest.raises(TimeoutError):
+        await pool.call(never, timeout_s=20.0)
 
 
 class OfNobody:

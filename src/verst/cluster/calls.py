@@ -90,13 +90,17 @@ class ActorPool:
         placed = await asyncio.gather(*(ready(index, actor) for index, actor in enumerate(self.actors)))
         self.actors, self.hosts = [actor for actor, _ in placed], tuple(host for _, host in placed)
 
-    async def call(self, submit: Callable[[Any], Awaitable[Any]]) -> Any:
-        """submit: actor -> object reference. Raises what the actor raises, or what `replace` does."""
+    async def call(self, submit: Callable[[Any], Awaitable[Any]], *, timeout_s: float | None = None) -> Any:
+        """submit: actor -> object reference. timeout_s: that an actor has for it, while one that comes back has its own.
+
+        Raises TimeoutError, what the actor raises, or what `replace` does.
+        """
         while True:
             index = self._choose()
             actor = self.actors[index]
             try:
-                return await self._submitted(index, submit)
+                async with asyncio.timeout(timeout_s):
+                    return await self._submitted(index, submit)
             except ProcessDied as error:
                 if self._replace is None:
                     raise

@@ -315,8 +315,9 @@ class Cluster:
         self._pools = [
             RewardPool(
                 config,
-                _remote(self._reward_workers[reward_name(config)].pool),
+                _remote(self._reward_workers[reward_name(config)].pool, timeout_s=config.timeout_s),
                 deterministic=recipe.run.deterministic,
+                limited=False,
                 on_span=self._spans.add,
             )
             for config in configs
@@ -371,9 +372,9 @@ def _spawn_reward(spawn: Callable[..., Any], name: str, *, role: str, config: Re
     return spawn(name, RewardActor, role, config)
 
 
-def _remote(pool: ActorPool) -> Call:
+def _remote(pool: ActorPool, *, timeout_s: float) -> Call:
     async def call(batch: RewardBatch) -> Sequence[Score]:
-        scores: Sequence[Score] = await pool.call(lambda actor: actor.score.remote(batch))
+        scores: Sequence[Score] = await pool.call(lambda actor: actor.score.remote(batch), timeout_s=timeout_s)
         return scores
 
     return call

@@ -286,14 +286,14 @@ def chaos(
 ) -> Outcome:
     """The calm run and the disturbed one, both in `out`, and what must hold. source: the recipe's file.
 
-    limit_s: after which an engine, a parser or the router hangs; the trainer's is three times that. Raises ConfigError where the calm
-    run does not end.
+    limit_s: after which an engine, a parser or the router hangs; the trainer's is three times that, and that of a start four
+    times. Raises ConfigError where the calm run does not end.
     """
     if (out / "stormy").exists():
         raise ConfigError(f"{out} holds a disturbed run already: give --out another folder, or remove {out / 'stormy'}")
     out.mkdir(parents=True, exist_ok=True)
     limits = {f"{kind}_s": limit_s for kind in ("engine", "parser", "router")}
-    limits |= {"trainer_s": 3 * limit_s, "poll_s": min(1.0, limit_s / 4)}
+    limits |= {"trainer_s": 3 * limit_s, "start_s": 4 * limit_s, "poll_s": min(1.0, limit_s / 4)}
     limits["restarts"] = faults + 1
     tables = [f"supervision.{name}={value}" for name, value in limits.items()]
 

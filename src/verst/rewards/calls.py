@@ -98,14 +98,14 @@ async def score_with_policy(
     )
 
 
-async def attempt(call: Call, batch: RewardBatch, *, timeout_s: float) -> list[Score]:
+async def attempt(call: Call, batch: RewardBatch, *, timeout_s: float, limited: bool = True) -> list[Score]:
     """One call: a score or an error for each sample.
 
     Where the call as a whole failed (an exception, no answer within timeout_s, a wrong number of scores), its error for
-    each of them.
+    each of them. limited: the time is kept here; else `call` itself raises TimeoutError.
     """
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s if limited else None):
             answer = await call(batch)
         scores = [score if isinstance(score, RewardError) else float(score) for score in answer]
         if len(scores) != len(batch):

@@ -94,12 +94,14 @@ class RewardPool:
         call: Call,
         *,
         deterministic: bool,
+        limited: bool = True,
         clock: Callable[[], float] = time.perf_counter,
         on_span: OnSpan = lambda name, **span: None,
     ) -> None:
+        """limited: `timeout_s` is kept here; else by `call`, which knows when a worker has begun."""
         self.name = reward_name(config)
         self._config = config
-        self._raw_call = call
+        self._raw_call, self._limited = call, limited
         self._clock = clock
         merges = not is_group_wise(config) and (rows_are_independent(config) or not deterministic)
         self._size = config.merge_size if merges else 0
@@ -220,7 +222,7 @@ class RewardPool:
         self._num_samples += len(batch)
         started = self._clock()
         try:
-            scores = await attempt(self._raw_call, batch, timeout_s=self._config.timeout_s)
+            scores = await attempt(self._raw_call, batch, timeout_s=self._config.timeout_s, limited=self._limited)
         finally:
             self._busy_s += self._clock() - started
             lane = f"reward/{self.name}:{running.worker}"
