@@ -39,7 +39,7 @@ class Dying:
     """Answers what it is asked of itself, and closes the connection of every request for samples."""
 
     def __init__(self, **says: Any) -> None:
-        self.says, self.num_asked, self.lives = says, 0, True
+        self.says, self.num_asked, self.num_heard, self.lives = says, 0, 0, True
         self.hangs = False
         self._open: list[asyncio.StreamWriter] = []
 
@@ -50,6 +50,7 @@ class Dying:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         path = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode()
+        self.num_heard += 1
         self.num_asked += path == "/rollout/generate"
         self._open.append(writer)
         if self.hangs:
@@ -91,6 +92,28 @@ class OfEngines(Owner):
 class OfRouter(Owner):
     async def replace(self, error: EngineError) -> EngineClient:
         return self._made()
+
+
+class InTurn(OfRouter):
+    """One router after the other comes."""
+
+    def __init__(self, *urls: str) -> None:
+        super().__init__()
+        self._urls = iter(urls)
+
+    async def replace(self, error: EngineError) -> EngineClient:
+        self._url = next(self._urls)
+        return self._made()
+
+
+def watched(route: Route, end: Callable[[], None]) -> Watched:
+    return Watched(
+        limit_s=60.0,
+        key="supervision.router_s",
+        has_work=lambda: route.has_work,
+        progress=lambda: route.num_heard,
+        end=end,
+    )
 
 
 @contextlib.asynccontextmanager
@@ -210,14 +233,7 @@ async def test_a_router_that_hangs_is_found_by_what_it_does_not_answer() -> None
     ):
         route = pool._route
         assert route is not None
-        watched = Watched(
-            limit_s=60.0,
-            key="supervision.router_s",
-            has_work=lambda: route.has_work,
-            progress=lambda: route.num_heard,
-            end=stuck.end,
-        )
-        supervisor.watch("router", watched)
+        supervisor.watch("router", watched(route, stuck.end))
         supervisor.look(600.0)  # nobody asks it for anything
         stuck.hangs = True
         job = asyncio.create_task(pool.generate(task_of(0, 0)))
@@ -228,6 +244,31 @@ async def test_a_router_that_hangs_is_found_by_what_it_does_not_answer() -> None
                 await asyncio.sleep(2 * LOOK_S)
             assert (await job).made_at == url
         assert (stuck.num_asked, len(engine.bodies)) == (1, 1)
+
+
+@on_a_loop
+async def test_a_router_that_hangs_before_anybody_could_ask_it_is_found() -> None:
+    engine, lost, stuck, supervisor = FakeEngine(), Dying(engines=[]), Dying(), Supervisor(SupervisionConfig())
+    stuck.hangs = True
+    async with (
+        scene() as s,
+        lost.serving() as first,
+        stuck.serving() as second,
+        serving(engine.app) as url,
+        routed(first, url, owner=InTurn(second, s.url)) as pool,
+    ):
+        route = pool._route
+        assert route is not None
+        supervisor.watch("router", watched(route, stuck.end))
+        lost.lives = False
+        job = asyncio.create_task(pool.generate(task_of(0, 0)))
+        async with asyncio.timeout(60):
+            await until(lambda: stuck.num_heard > 0)
+            while stuck.lives:
+                supervisor.look(20.0)
+                await asyncio.sleep(2 * LOOK_S)
+            assert (await job).made_at == url
+        assert len(engine.bodies) == 1
 
 
 def test_what_a_recipe_with_a_router_means(tmp_path: Path) -> None:

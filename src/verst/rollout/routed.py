@@ -76,18 +76,14 @@ class Route:
         Raises EngineError, what the router's owner raises, and ConfigError where answers cannot travel as the recipe says.
         """
         self._told = (engines, weight_version)
-        self.num_asked += 1
-        try:
-            while True:
-                client = await self._there()
-                try:
-                    return await self._instruct(client)
-                except EngineError as error:
-                    failure = error
-                if not await self._is_lost(client, failure):
-                    raise failure
-        finally:
-            self.num_asked -= 1
+        while True:
+            client = await self._there()
+            try:
+                return await self._instruct(client)
+            except EngineError as error:
+                failure = error
+            if not await self._is_lost(client, failure):
+                raise failure
 
     async def watch(self, put_aside: Callable[[str, str], Awaitable[None]]) -> None:
         """Until cancelled. put_aside: hears the URL of an engine that cannot be asked any more, and why."""
@@ -108,10 +104,15 @@ class Route:
 
     async def _instruct(self, client: EngineClient) -> None:
         engines, weight_version = self._told
-        await client.put_engines(engines, weight_version=weight_version)
-        if engines and self._agreed is not client:
-            self.transport = await client.negotiate()
-            self._agreed = client
+        # One that has only just come, and that nobody else can ask yet, may hang as well.
+        self.num_asked += 1
+        try:
+            await client.put_engines(engines, weight_version=weight_version)
+            if engines and self._agreed is not client:
+                self.transport = await client.negotiate()
+                self._agreed = client
+        finally:
+            self.num_asked -= 1
         self.num_heard += 1
 
     async def _there(self) -> EngineClient:
