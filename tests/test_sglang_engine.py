@@ -368,14 +368,17 @@ def test_a_server_that_dies_is_the_engines_end_with_its_last_words(tmp_path: Pat
         ]
         victim.send_signal(signal.SIGKILL)
         victim.wait(10)
-        with pytest.raises(EngineError, match=r"(?s)dropped /rollout/generate.*Its log, .*a fake server begins with"):
-            asked(server, request())
 
-        async def health() -> bool:
+        async def failure_and_health() -> bool:
             async with EngineClient(server.url) as client:
+                with pytest.raises(
+                    EngineError, match=r"(?s)dropped /rollout/generate.*Its log, .*a fake server begins with"
+                ):
+                    await client.generate(request())
+                # At once, as a run asks that wants to know whether the request or the engine has failed.
                 return await client.health()
 
-        assert not asyncio.run(health())
+        assert not asyncio.run(failure_and_health())
 
 
 def test_nothing_is_left_of_a_killed_adapter(tmp_path: Path) -> None:

@@ -249,9 +249,12 @@ class Batcher:
         outcomes: list[Any] | BaseException = await self._on_thread(pool, work)
         self.num_batches += 1
         if isinstance(outcomes, BaseException):
-            for job in batch:
-                _settle(job.done, outcomes)
-            await self._check_device(pool, worker, outcomes)
+            try:
+                # First: who hears of a failure asks whether the engine lives, and must not be told so of one that ends.
+                await self._check_device(pool, worker, outcomes)
+            finally:
+                for job in batch:
+                    _settle(job.done, outcomes)
             return
         for job, outcome in zip(batch, outcomes, strict=True):
             _settle(job.done, outcome)
