@@ -56,7 +56,10 @@ class Package(types.ModuleType):
         return self.runs[-1]
 
 
-class MlflowException(Exception): ...
+class MlflowException(Exception):
+    def __init__(self, message: str, error_code: str = "INTERNAL_ERROR") -> None:
+        super().__init__(message)
+        self.error_code = error_code
 
 
 class Server:
@@ -93,6 +96,8 @@ class Server:
         if self.is_down:
             raise MlflowException("connection refused")
         assert len(params) <= 100
+        if any("?" in metric.key for metric in metrics):
+            raise MlflowException("Invalid metric name", "INVALID_PARAMETER_VALUE")
         self.metrics += [(metric.step, metric.key, metric.value) for metric in metrics]
         self.params |= {param.key: param.value for param in params}
 
@@ -221,6 +226,16 @@ def test_what_mlflow_does_not_take_is_said_once_and_sent_again(server: Server, t
     assert server.metrics == [(1, "train/loss", 1.0), (2, "train/loss", 2.0), (3, "train/loss", 3.0)]
     assert said == ["trackers.mlflow: connection refused; what it was to be told is kept and sent again"]
     assert (tmp_path / "mlflow_told").read_text() == "3"
+
+
+def test_what_mlflow_refuses_for_good_holds_nothing_up(server: Server, tmp_path: Path) -> None:
+    said: list[str] = []
+    tracker = opened(MLFLOW, tmp_path, said)
+    tracker.scalars(1, {"what?": 1.0})
+    tracker.scalars(2, {"train/loss": 2.0})
+    tracker.close()
+    assert server.metrics == [(2, "train/loss", 2.0)]
+    assert said == ["trackers.mlflow refuses, and goes on without it: Invalid metric name"]
 
 
 def test_what_never_arrives_is_said_at_the_end(server: Server, tmp_path: Path) -> None:

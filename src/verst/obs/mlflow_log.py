@@ -18,6 +18,8 @@ from verst.obs.tables import flat
 
 _PARAMS = 100
 """Of one request, at most: MLflow refuses more."""
+_FOR_GOOD = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+"""Its error codes for what will be no better the next time."""
 _PARAM_CHARACTERS = 6000
 """Of one value, likewise."""
 
@@ -31,6 +33,7 @@ class MlflowLog:
     """One of its runs for each run folder. A thread delivers, so that no iteration waits for a server.
 
     What does not arrive is kept and sent again with the next; `notice` hears of it once, and at the end of what never arrived.
+    What is refused for good is left out, and said each time: nothing waits behind it.
     """
 
     def __init__(
@@ -115,6 +118,10 @@ class MlflowLog:
             try:
                 self._waiting[0]()
             except (self._mlflow.MlflowException, OSError) as error:
+                if getattr(error, "error_code", None) in _FOR_GOOD:
+                    self._notice(f"trackers.mlflow refuses, and goes on without it: {error}")
+                    self._waiting.pop(0)
+                    continue
                 if not self._is_down:
                     self._notice(f"trackers.mlflow: {error}; what it was to be told is kept and sent again")
                 self._is_down = True
