@@ -105,13 +105,18 @@ class SglangWorker(Worker):
         results: list[list[dict[str, Any]] | EngineError] = []
         for number, job in enumerate(jobs):
             begun = time.perf_counter()
-            made = self._make(job, stopped)
+            # One stream: what a pipeline is mapped to has no other.
+            ((stream, scheduler),) = self.family.schedule(
+                self.components, job.geometry, num_steps=job.num_steps, shift=job.request.sigma_shift
+            ).items()
+            made = self._make(job, stream, scheduler, stopped)
             on_stage(number, "denoise", begun, time.perf_counter())
-            results.append(self._records(job, made, time.perf_counter() - begun))
+            results.append(self._records(job, made, stream, scheduler.shift, time.perf_counter() - begun))
         return results
 
-    def _make(self, job: Resolved, stopped: Callable[[], bool]) -> list[Made]:
-        (stream, scheduler), *_ = self._schedulers(job).items()
+    def _make(
+        self, job: Resolved, stream: str, scheduler: FlowMatchEulerDiscreteScheduler, stopped: Callable[[], bool]
+    ) -> list[Made]:
         shape = self.family.latent_shapes(self.components, job.geometry)[stream]
         made: list[Made] = []
         for row, prompt in enumerate(job.prompts):
@@ -127,12 +132,9 @@ class SglangWorker(Worker):
             made.append(self._answers.read(job, row, record, scheduler, shape))
         return made
 
-    def _schedulers(self, job: Resolved) -> Mapping[str, FlowMatchEulerDiscreteScheduler]:
-        return self.family.schedule(
-            self.components, job.geometry, num_steps=job.num_steps, shift=job.request.sigma_shift
-        )
-
-    def _records(self, job: Resolved, made: Sequence[Made], seconds: float) -> list[dict[str, Any]] | EngineError:
+    def _records(
+        self, job: Resolved, made: Sequence[Made], stream: str, shift: float, seconds: float
+    ) -> list[dict[str, Any]] | EngineError:
         broken = [
             name
             for name, tensors in (
@@ -148,7 +150,6 @@ class SglangWorker(Worker):
                 f"{self.weight_version}, SGLang {self.version})"
             )
         self.num_samples += len(job.seeds)
-        (stream, scheduler), *_ = self._schedulers(job).items()
         request = job.request
         rollout = RolloutResult()
         if request.rollout:
@@ -161,7 +162,7 @@ class SglangWorker(Worker):
         facts = {
             "sigmas": made[0].trajectory.sigmas.tolist(),
             "extra_stream_sigmas": {},
-            "sigma_shift": scheduler.shift,
+            "sigma_shift": shift,
             "model_dtype": str(self.components.dtype).removeprefix("torch."),
             "device": "unknown" if drawn_on is None else drawn_on.type,
             "batch_rows": 1,
