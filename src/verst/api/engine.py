@@ -13,8 +13,7 @@ from torch import Tensor
 
 from verst.engine.wire import encode_response, to_microgroup
 from verst.errors import RequestError
-from verst.loops.local_engine import generate, open_worker
-from verst.obs.media import save_media
+from verst.loops.local_engine import generate, open_worker, save_made
 from verst.types import Microgroup, Sample, SampleKey
 
 
@@ -102,12 +101,12 @@ def save(sample: Sample, path: str | Path) -> Path:
     """A picture as PNG, a clip with its sound as WebM; the file. path: without the ending, which is put behind it."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    return save_media(
+    return save_made(
         target.parent,
         target.name,
-        sample.media.cpu().numpy(),
+        sample.media,
         fps=sample.fps,
-        audio=None if sample.audio is None else sample.audio.float().cpu().numpy(),
+        audio=sample.audio,
         sample_rate=sample.sample_rate,
     )
 

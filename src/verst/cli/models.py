@@ -59,27 +59,14 @@ def generate(
         for index, record in enumerate(records):
             tell("writing", done=index, total=len(records))
             stem = f"{index:03d}_{re.sub(r'[^A-Za-z0-9]+', '_', record['prompt'])[:60]}"
-            made.append({"path": _save(out, stem, record), "prompt": record["prompt"], "seed": seed + index})
+            sound = {name: record[name] for name in ("fps", "audio", "sample_rate")}
+            path = local_engine.save_made(out, stem, record["media"], **sound)
+            made.append({"path": path, "prompt": record["prompt"], "seed": seed + index})
     if as_json:
         print_json(made)
         return
     for picture in made:
         print(picture["path"])
-
-
-def _save(folder: Path, stem: str, record: Mapping[str, Any]) -> Path:
-    """A picture, or a clip with its sound."""
-    from verst.obs.media import save_media
-
-    audio = record["audio"]
-    return save_media(
-        folder,
-        stem,
-        record["media"].cpu().numpy(),
-        fps=record["fps"],
-        audio=None if audio is None else audio.float().cpu().numpy(),
-        sample_rate=record["sample_rate"],
-    )
 
 
 def serve(model: Path, *, port: int, dtype: str, device: str, **options: Any) -> None:

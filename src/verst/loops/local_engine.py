@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from verst.engine.client import check_echo
 from verst.engine.request import GenerateRequest, explain
@@ -18,6 +19,7 @@ from verst.engine.worker import Worker
 from verst.errors import ConfigError, RequestError
 from verst.families.loading import index_file
 from verst.loops.run_folder import stored_rl_recipe
+from verst.obs.media import save_media
 from verst.obs.waiting import Tell, nobody
 from verst.rollout.pipeline import Pipeline
 from verst.rollout.plan import MicrogroupTask
@@ -97,6 +99,20 @@ def _generate(worker: Worker, request: GenerateRequest, tell: Tell = nobody) -> 
     if isinstance(records, Exception):
         raise records
     return records
+
+
+def save_made(
+    folder: Path, stem: str, media: Tensor, *, fps: float | None, audio: Tensor | None, sample_rate: int | None
+) -> Path:
+    """A picture as PNG, a clip with its sound as WebM; the file. media, audio: as in `Sample`, on any device."""
+    return save_media(
+        folder,
+        stem,
+        media.cpu().numpy(),
+        fps=fps,
+        audio=None if audio is None else audio.float().cpu().numpy(),
+        sample_rate=sample_rate,
+    )
 
 
 def local_pipeline(worker: Worker, score: Scorer) -> Pipeline:
