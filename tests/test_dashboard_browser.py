@@ -156,7 +156,9 @@ def test_a_glyph_run_is_looked_at_while_it_trains(browser, tmp_path):
     with log.open("w") as said:
         training = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said)
     try:
+        until = time.monotonic() + 300  # a start that hangs is a failure, and not a test without an end
         while not (tmp_path / "live" / "metrics.jsonl").exists() and training.poll() is None:
+            assert time.monotonic() < until, log.read_text()
             time.sleep(0.1)
         with serving(tmp_path) as url, watched(browser) as page:
             page.goto(url)
